@@ -1,0 +1,153 @@
+"""uv run nox: every check. `nox -l` lists the sessions, `nox -s "tests(hf-ckpt-adapter)"` runs one.
+
+A package's tests run in an environment with that package and what it declares, nothing else; sessions about the whole
+workspace run in the workspace's own environment. Packages are discovered: a new one needs no change here.
+"""
+
+import difflib
+import os
+import re
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+PACKAGES = sorted(file.parent.name for file in (ROOT / "packages").glob("*/pyproject.toml"))
+LOCK = ROOT / "requirements.lock"
+
+nox.options.default_venv_backend = "uv"
+nox.options.sessions = ["lint", "types", "layers", "lock", "tests", "build"]
+
+
+def import_name(package: str) -> str:
+    return package.replace("-", "_")
+
+
+def in_workspace(session: nox.Session, *command: str) -> None:
+    """Run in the workspace's environment, as `uv run` makes it."""
+    session.run("uv", "run", "--quiet", *command, external=True)
+
+
+def pytest(session: nox.Session, name: str, *command: str) -> None:
+    """pytest with a report that .ci/run adds up."""
+    reports = ROOT / ".nox" / "reports"
+    reports.mkdir(parents=True, exist_ok=True)
+    session.run(*command, f"--junitxml={reports / f'{name}.xml'}", *session.posargs, external=True)
+
+
+@nox.session
+@nox.parametrize("package", [nox.param(name, id=name) for name in [*PACKAGES, "integration"]])
+def tests(session: nox.Session, package: str) -> None:
+    """One package's tests in its own environment; tests(integration) in the workspace's."""
+    folder = f"tests/{import_name(package)}"
+    if package == "integration":
+        pytest(session, package, "uv", "run", "--quiet", "python", "-m", "pytest", folder)
+        return
+    sync = ("uv", "sync", "--quiet", "--package", package, "--no-default-groups", "--group", "test")
+    environment = {"UV_PROJECT_ENVIRONMENT": session.virtualenv.location}
+    session.run_install(*sync, env=environment, external=True)
+    pytest(session, package, "python", "-m", "pytest", folder)
+
+
+@nox.session(venv_backend="none")
+def lint(session: nox.Session) -> None:
+    """ruff check and format."""
+    in_workspace(session, "ruff", "check", ".")
+    in_workspace(session, "ruff", "format", "--check", ".")
+
+
+@nox.session(venv_backend="none")
+def types(session: nox.Session) -> None:
+    """mypy over the packages, apps and recipes."""
+    sources = [f"packages/{package}/src" for package in PACKAGES]
+    in_workspace(session, "mypy", *sources, "recipes", "noxfile.py")
+    for app in sorted((ROOT / "apps").glob("*/__main__.py")):
+        in_workspace(session, "mypy", str(app.relative_to(ROOT)))
+
+
+@nox.session(venv_backend="none")
+def layers(session: nox.Session) -> None:
+    """import-linter: layers point down, siblings do not know each other."""
+    in_workspace(session, "lint-imports")
+
+
+@nox.session(venv_backend="none")
+def lock(session: nox.Session) -> None:
+    """Regenerate uv.lock and requirements.lock; fail with the diff when the committed file differs (it is then rewritten)."""
+    session.run("uv", "lock", "--quiet", external=True)
+    with tempfile.TemporaryDirectory() as folder:
+        fresh = Path(folder) / "requirements.lock"
+        export = (
+            "uv",
+            "export",
+            "--quiet",
+            "--frozen",
+            "--no-emit-workspace",
+            "--no-header",
+            "--no-annotate",
+        )
+        session.run(*export, "--format", "requirements-txt", "-o", str(fresh), external=True, silent=True)
+        new = fresh.read_text()
+    if re.search(r"https?://", new):
+        session.error("requirements.lock would name a host; remove the index from the requirement that brings it")
+    old = LOCK.read_text() if LOCK.exists() else ""
+    if new != old:
+        diff = difflib.unified_diff(old.splitlines(), new.splitlines(), "committed", "regenerated", lineterm="", n=0)
+        print("\n".join(list(diff)[:200]))
+        LOCK.write_text(new)
+        session.error("requirements.lock did not match uv.lock; it is rewritten now: look at the diff and commit it")
+
+
+@nox.session
+@nox.parametrize("package", [nox.param(name, id=name) for name in PACKAGES])
+def build(session: nox.Session, package: str) -> None:
+    """Build each wheel with hatch, install it in a clean environment, import it, run its README's example."""
+    dist = Path(session.create_tmp()) / "dist"
+    wanted = [package, *siblings(package)]
+    for name in wanted:
+        session.run("uv", "build", "--quiet", "--wheel", "--package", name, "-o", str(dist), external=True)
+    wheels = [str(wheel) for name in wanted for wheel in dist.glob(f"{import_name(name)}-*.whl")]
+    session.run("uv", "pip", "install", "--quiet", "-c", str(unhashed_lock(session)), *wheels, external=True)
+    readme = (ROOT / "packages" / package / "README.md").read_text()
+    example = re.search(r"```python\n(.*?)```", readme, re.DOTALL)
+    if example is None:
+        session.error(f"packages/{package}/README.md has no ```python example")
+    with session.chdir(session.create_tmp()):  # away from the sources: what is imported is what was installed
+        session.run("python", "-c", f"import {import_name(package)}")
+        session.run("python", "-c", example[1])
+
+
+@nox.session(venv_backend="none")
+def bench(session: nox.Session) -> None:
+    """Every benchmark, or those named: nox -s bench -- train_vs_torchtitan."""
+    named = session.posargs or sorted(file.stem for file in (ROOT / "benchmarks").glob("*.py"))
+    for name in named:
+        in_workspace(session, "python", f"benchmarks/{name}.py")
+
+
+@nox.session(venv_backend="none")
+def soak(session: nox.Session) -> None:
+    """What takes long: full matrices, kill -9 seeds, real sizes. Pass a path or -k to choose."""
+    in_workspace(session, "python", "-m", "pytest", "-m", "soak", *(session.posargs or ["tests"]))
+
+
+def siblings(package: str) -> list[str]:
+    """The workspace packages that a package depends on (titan-recipes alone has any)."""
+    project = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]
+    names = {re.split(r"[^\w-]", requirement)[0] for requirement in project.get("dependencies", [])}
+    return sorted(names & set(PACKAGES))
+
+
+def unhashed_lock(session: nox.Session) -> Path:
+    """requirements.lock as constraints: versions without hashes, since wheels of ours have none there."""
+    lines = [re.sub(r"\s*\\$", "", line) for line in LOCK.read_text().splitlines() if not line.startswith("    ")]
+    file = Path(session.create_tmp()) / "constraints.txt"
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+if __name__ == "__main__":
+    os.execvp("nox", ["nox", *sys.argv[1:]])

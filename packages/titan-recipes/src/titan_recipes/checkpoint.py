@@ -1,0 +1,125 @@
+"""TorchTitan's checkpoint manager, made safe to kill and to export from.
+
+A step folder is whole when DCP's `.metadata` is in it: DCP writes that last, by rename. Here each step also carries `assets/`
+(written before), so that it can be exported from its folder alone, and no folder but `step-<number>` is ever read or deleted.
+"""
+
+import logging
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torchtitan.components.checkpointer.dcp import CheckpointManager
+from torchtitan.tools import utils
+
+from .errors import UserError
+from .logs import say
+
+__all__ = ["ASSETS", "StepCheckpoints", "complete_steps", "step_folder"]
+
+log = logging.getLogger(__name__)
+
+ASSETS = "assets"
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step}"
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """Steps whose folder is whole, ascending. Names other than step-<number> are not ours."""
+    steps = [int(m[1]) for p in _listing(folder) if (m := re.fullmatch(r"step-(\d+)", p.name))]
+    return sorted(step for step in steps if (step_folder(folder, step) / ".metadata").is_file())
+
+
+def _listing(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+class StepCheckpoints(CheckpointManager):
+    """Checkpoints under <run>/checkpoint/step-N, each with assets/."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):
+        last_save_model_only: bool = False
+        """Whether the final checkpoint contains only model state; False keeps it resumable."""
+
+    def __init__(self, config: Config, **kwargs: Any) -> None:
+        super().__init__(config, **kwargs)
+        self.write_assets: Callable[[Path], None] | None = None  # set by the trainer
+        self.saved_step = -1
+
+    def save_now(self, step: int) -> None:
+        """A full, resumable checkpoint at `step`, whatever the interval. Collective."""
+        if self.enable and self.saved_step != step:
+            self.maybe_wait_for_saving()
+            self.last_save_model_only, keep = False, self.last_save_model_only
+            self._save(step, last_step=True)
+            self.last_save_model_only = keep
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        if not self._should_save(curr_step, last_step):
+            return False
+        self.maybe_wait_for_saving()
+        target = step_folder(Path(self.folder), curr_step)
+        if dist.get_rank() == 0:
+            if (
+                target.exists()
+            ):  # half-written, or a step that is being redone: its .metadata must not vouch for new files
+                shutil.rmtree(target)
+            if self.write_assets is not None:
+                self.write_assets(target / ASSETS)
+        if dist.get_world_size() > 1:
+            dist.barrier()
+        saved = super()._save(curr_step, last_step)
+        self.saved_step = curr_step
+        return saved
+
+    def _load(self, step: int = -1) -> bool:
+        """Load and say from where. A run's own checkpoints win over initial_load_path, as in TorchTitan."""
+        loaded = super()._load(step)
+        folder, own = Path(self.folder), self._find_load_step() if step == -1 else step
+        initial = self.initial_load_path or ("hf_assets_path" if self.initial_load_in_hf else None)
+        if dist.get_rank() == 0:
+            if own != -1:
+                ignored = f"; {initial} was not read, since the run has a checkpoint" if initial else ""
+                say(f"weights: resumed from {step_folder(folder, own)}{ignored}")
+            elif loaded:
+                say(f"weights: loaded from {initial}")
+            else:
+                say("weights: random initialisation")
+        return loaded
+
+    def _find_load_step(self, folder: str = "") -> int:
+        root = Path(folder or self.folder)
+        steps = complete_steps(root)
+        for path in sorted(_listing(root)):
+            if path.name.startswith("step-") and path not in [step_folder(root, s) for s in steps]:
+                log.warning("%s is not a complete checkpoint: ignored", path)
+        latest = steps[-1] if steps else -1
+        # Every rank must start from the same step; one that cannot see the folder would train on alone.
+        bounds = torch.tensor([latest, -latest], device=utils.device_type)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+        newest, oldest = int(bounds[0]), -int(bounds[1])
+        if newest != oldest:
+            raise UserError(
+                f"Ranks disagree on the checkpoint to resume from: rank {dist.get_rank()} finds step {latest} in {root}, the "
+                f"others between {oldest} and {newest} (-1: none).\nPut --dump_folder on a file system that all nodes share."
+            )
+        return latest
+
+    def _purge_stale_checkpoints(self) -> None:
+        if self.keep_latest_k <= 0 or dist.get_rank() != 0:
+            return
+        folder = Path(self.folder)
+        for step in complete_steps(folder)[: -self.keep_latest_k]:
+            self.purge_queue.put(str(step_folder(folder, step)))

@@ -1,0 +1,175 @@
+"""The command line of apps/train: parse, check, start the ranks. Nothing heavy is imported before it is needed."""
+
+import argparse
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from .catalog import Recipe, find_recipe, list_recipes
+from .errors import UserError
+
+__all__ = ["main"]
+
+DEFAULT_RECIPE = "debug"
+OUTPUTS = "outputs"
+
+_EPILOG = """\
+Every option of TorchTitan's config passes through as --section.option value, for instance
+  apps/train debug --training.steps 50 --optimizer.param_groups.0.optimizer_kwargs ...
+  apps/train debug --training.local_batch_size 4 --parallelism.tensor_parallel_degree 2
+A recipe is a function that returns the whole config; --options lists what can be set on it.
+Multi-node: torchrun --nnodes 4 --nproc-per-node 64 --rdzv-backend c10d --rdzv-endpoint HOST:29500 apps/train RECIPE ...
+"""
+
+
+def main(arguments: list[str], recipes: Path) -> int:
+    """Run apps/train with `arguments`; `recipes` is the folder of short names. Returns the exit code."""
+    try:
+        return _main(arguments, recipes)
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="apps/train",
+        usage="apps/train [RECIPE] [--nproc N] [--device D] [--resume] [--section.option value ...]",
+        description="Train a Qwen3 with TorchTitan. RECIPE is a name from --list, module:function, or path/to/file.py:function; "
+        f"without one, {DEFAULT_RECIPE!r}.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--list", action="store_true", help="list the recipes, one line each")
+    parser.add_argument("--options", action="store_true", help="list TorchTitan's options with the recipe's values")
+    parser.add_argument(
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="ranks on this host (default: the product of the recipe's degrees)",
+    )
+    parser.add_argument("--device", default="auto", help="auto (default), neuron, cuda or cpu")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the last checkpoint in --dump_folder, or in this recipe's newest run",
+    )
+    parser.add_argument(
+        "--dump_folder", metavar="DIR", help=f"where the run writes (default: {OUTPUTS}/RECIPE-DATE-TIME)"
+    )
+    parser.add_argument(
+        "--allow-untested",
+        action="store_true",
+        help="run with untested torch, torchtitan or transformers minors",
+    )
+    return parser
+
+
+def _main(arguments: list[str], recipes: Path) -> int:
+    options, rest = _parser().parse_known_args(arguments)
+    if options.list:
+        _print_list(recipes)
+        return 0
+    name = rest.pop(0) if rest and not rest[0].startswith("-") else DEFAULT_RECIPE
+    if options.nproc is not None and options.nproc < 1:
+        raise UserError(f"--nproc {options.nproc} is not a number of ranks; give 1 or more.")
+    recipe = find_recipe(name, recipes)
+
+    from .versions import check_versions
+
+    for mismatch in check_versions(options.allow_untested):
+        print(f"warning: untested {mismatch}", file=sys.stderr)
+
+    under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    first = os.environ.get("RANK", "0") == "0"
+    if first:
+        print(f"{recipe.name}: loading torch and TorchTitan ...", flush=True)
+
+    from .device import choose_device, set_device
+    from .logs import set_up_logging
+    from .run import Options, build_config, run_rank
+
+    set_up_logging(None, console=first)
+
+    device = choose_device(options.device)
+    folder = options.dump_folder or _run_folder(recipe, options.resume, under_torchrun)
+    run_options = Options(
+        recipe, tuple(rest), device, folder, options.resume, _resume_command(arguments, recipe, folder)
+    )
+    set_device(device)
+    if options.options:
+        build_config(Options(recipe, (*rest, "--help"), device, folder, False, ""))
+
+    from .preflight import check, world_size_of
+
+    config = build_config(run_options)
+    world = int(os.environ["WORLD_SIZE"]) if under_torchrun else options.nproc or world_size_of(config)
+    check(config, world, resume=options.resume)
+    if first:
+        print(
+            f"device: {device}{' (chosen by auto)' if options.device == 'auto' else ''}, {world} rank{'s' if world > 1 else ''}"
+        )
+        print(f"run folder: {folder}", flush=True)
+    if under_torchrun:
+        outcome = run_rank(run_options)
+    else:
+        from .launch import launch
+
+        outcome = launch(run_options, world)
+    return 0 if outcome.signal is None else 128 + outcome.signal
+
+
+def _print_list(recipes: Path) -> None:
+    found = list_recipes(recipes)
+    width = max((len(recipe.name) for recipe in found), default=0)
+    for recipe in found:
+        print(f"{recipe.name:<{width}}  {recipe.summary}")
+
+
+def _run_folder(recipe: Recipe, resume: bool, under_torchrun: bool) -> str:
+    if resume:
+        runs = sorted(Path(OUTPUTS).glob(f"{recipe.function}-*"), key=lambda run: run.name)
+        with_checkpoint = [run for run in runs if any(run.glob("checkpoint/step-*/.metadata"))]
+        if not with_checkpoint:
+            raise UserError(
+                f"--resume: no run of {recipe.function!r} with a complete checkpoint in {OUTPUTS}/.\n"
+                "Name the run with --dump_folder, or start without --resume."
+            )
+        return str(with_checkpoint[-1])
+    name = f"{OUTPUTS}/{recipe.function}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return _same_on_all_ranks(name) if under_torchrun and os.environ["WORLD_SIZE"] != "1" else name
+
+
+def _same_on_all_ranks(name: str) -> str:
+    """Rank 0's `name`, through the store that torchrun keeps for the job."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise UserError("Several ranks without torchrun's store: name the run's folder with --dump_folder.")
+    from torch.distributed import PrefixStore, TCPStore
+
+    agent = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = PrefixStore(f"titan-recipes-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", agent)
+    if os.environ["RANK"] == "0":
+        store.set("run", name)
+    return bytes(store.get("run")).decode()
+
+
+def _resume_command(arguments: list[str], recipe: Recipe, folder: str) -> str:
+    """The same command, going on in the same folder."""
+    kept, skip = [], False
+    for argument in arguments:
+        if not skip and argument != "--resume" and argument.partition("=")[0] != "--dump_folder":
+            kept.append(argument)
+        skip = argument == "--dump_folder"
+    return f"uv run apps/train {shlex.join([*kept, '--resume', '--dump_folder', folder])}"
+
+
+def exit_with(code: int) -> NoReturn:
+    """Leave without waiting for library threads; everything of ours is flushed and closed."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

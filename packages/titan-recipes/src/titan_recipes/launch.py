@@ -1,0 +1,70 @@
+"""Start the ranks through torch's elastic launcher, pass signals on to them, and report how they ended."""
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from .errors import UserError
+from .run import Options, Outcome, run_rank
+
+__all__ = ["launch"]
+
+
+def launch(options: Options, nproc: int) -> Outcome:
+    """Run `nproc` ranks on this host and wait for them. Raises UserError when one failed (its traceback is already out).
+
+    On CPU ranks are forked, so that the launcher's imports (10 s and more of TorchTitan) are paid once; accelerators'
+    runtimes do not survive a fork, so there they are spawned.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # ranks print their own tracebacks
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=nproc,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        start_method="fork" if options.device == "cpu" else "spawn",
+        signals_to_handle="SIGQUIT",  # SIGINT and SIGTERM are passed on below: ranks stop between steps, not at once
+    )
+    with _signals_passed_on():
+        try:
+            outcomes = elastic_launch(config, run_rank)(options)
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            how = f"was killed by {signal.Signals(-failure.exitcode).name}" if failure.exitcode < 0 else "failed"
+            raise UserError(f"rank {rank} {how}; its log is {options.dump_folder}/logs/rank-{rank}.log") from None
+    return outcomes[0]
+
+
+@contextmanager
+def _signals_passed_on() -> Iterator[None]:
+    """Send SIGTERM to every rank when this process gets SIGINT or SIGTERM, and keep waiting for them.
+
+    A terminal's Ctrl-C reaches the ranks by itself as well; they take SIGTERM as a repetition, and a second SIGINT as
+    "now".
+    """
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        for rank in multiprocessing.active_children():
+            if rank.pid is not None:
+                os.kill(rank.pid, signal.SIGTERM)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        sys.stdout.flush()

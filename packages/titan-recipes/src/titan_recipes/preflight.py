@@ -1,0 +1,142 @@
+"""Everything that can be refused before a rank starts: one clear error each, read from the built config."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from .checkpoint import complete_steps
+from .data import TextDataLoader
+from .documents import load_documents
+from .errors import UserError
+
+__all__ = ["check", "world_size_of"]
+
+
+def world_size_of(config: Any) -> int:
+    """The ranks that a recipe's degrees ask for: their product, an unset (-1) dp_shard counting as 1."""
+    p = config.parallelism
+    return (
+        p.data_parallel_replicate_degree
+        * max(p.data_parallel_shard_degree, 1)
+        * p.context_parallel_degree
+        * p.tensor_parallel_degree
+        * p.pipeline_parallel_degree
+    )
+
+
+def check(config: Any, world_size: int, *, resume: bool) -> None:
+    """Raise UserError for the first thing that would make this run fail or mean something else than was asked."""
+    _check_world_size(config, world_size)
+    _check_shapes(config)
+    _check_tokenizer(config)
+    _check_data(config)
+    _check_folder(config, resume)
+
+
+def _check_world_size(config: Any, world_size: int) -> None:
+    p = config.parallelism
+    degrees = {
+        "data_parallel_replicate_degree": p.data_parallel_replicate_degree,
+        "data_parallel_shard_degree": p.data_parallel_shard_degree,
+        "context_parallel_degree": p.context_parallel_degree,
+        "tensor_parallel_degree": p.tensor_parallel_degree,
+        "pipeline_parallel_degree": p.pipeline_parallel_degree,
+    }
+    fixed = math.prod(degree for degree in degrees.values() if degree > 0)
+    inferred = p.data_parallel_shard_degree == -1
+    if world_size % fixed if inferred else world_size != fixed:
+        product = " x ".join(
+            f"{name.removesuffix('_degree')} {degree}" for name, degree in degrees.items() if degree != 1
+        )
+        expected = f"a multiple of {fixed} (data_parallel_shard takes the rest)" if inferred else str(fixed)
+        raise UserError(
+            f"World size {world_size} does not match the recipe's degrees: {product or 'all 1'} needs {expected} ranks.\n"
+            f"Pass --nproc {fixed} (or start that many with torchrun), or change --parallelism.*_degree."
+        )
+    ranks = world_size // (p.context_parallel_degree * p.tensor_parallel_degree * p.pipeline_parallel_degree)
+    local, total = config.training.local_batch_size, config.training.global_batch_size
+    if total > 0 and total % (local * ranks):
+        raise UserError(
+            f"training.global_batch_size {total} is not a multiple of local_batch_size {local} x {ranks} data-parallel ranks; "
+            f"nearest: {max(1, round(total / (local * ranks))) * local * ranks}."
+        )
+
+
+def _check_shapes(config: Any) -> None:
+    model, p, seq_len = config.model_spec.model, config.parallelism, config.training.seq_len
+    if seq_len > model.max_seq_len:
+        raise UserError(
+            f"training.seq_len {seq_len} is over the model's RoPE table of {model.max_seq_len} positions.\n"
+            f"Use --training.seq_len {model.max_seq_len} or less, or raise max_position_embeddings in the recipe."
+        )
+    multiple = p.tensor_parallel_degree if p.enable_sequence_parallel else 1
+    multiple *= 2 * p.context_parallel_degree if p.context_parallel_degree > 1 else 1
+    if seq_len % multiple:
+        raise UserError(
+            f"training.seq_len {seq_len} must be a multiple of {multiple} (tensor parallel {p.tensor_parallel_degree} with sequence "
+            f"parallel, context parallel {p.context_parallel_degree}); nearest: {seq_len // multiple * multiple or multiple}."
+        )
+    attention = model.first_attention
+    tp = p.tensor_parallel_degree
+    for name, heads in (
+        ("attention heads", attention.n_heads),
+        ("KV heads", attention.n_kv_heads or attention.n_heads),
+    ):
+        if heads % tp:
+            valid = [d for d in range(1, heads + 1) if heads % d == 0]
+            raise UserError(f"tensor_parallel_degree {tp} does not divide the {heads} {name}; valid degrees: {valid}.")
+    if model.enable_weight_tying and p.pipeline_parallel_degree > 1:
+        raise UserError(
+            "Pipeline parallel with tied embeddings is not supported: first and last stage would each train a copy.\n"
+            "Use --parallelism.pipeline_parallel_degree 1, or tie_word_embeddings=False in the recipe."
+        )
+
+
+def _check_tokenizer(config: Any) -> None:
+    folder = Path(config.hf_assets_path).expanduser()
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise UserError(
+            f"There is no tokenizer.json in hf_assets_path {str(folder)!r}.\nPoint --hf_assets_path at a model folder."
+        )
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        ids = [
+            *content["model"]["vocab"].values(),
+            *(token["id"] for token in content.get("added_tokens", [])),
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file} is not a readable tokenizer: {error!r}.") from None
+    decoder = folder / "tokenizer_config.json"
+    if decoder.is_file():
+        ids += [int(token) for token in json.loads(decoder.read_text(encoding="utf-8")).get("added_tokens_decoder", {})]
+    rows = config.model_spec.model.vocab_size
+    if max(ids) >= rows:
+        raise UserError(
+            f"The tokenizer in {folder} has ids up to {max(ids)}, but the model has {rows} embedding rows (ids 0 to {rows - 1}).\n"
+            f"Set vocab_size to at least {max(ids) + 1} in the recipe, or point --hf_assets_path at the model's own tokenizer."
+        )
+
+
+def _check_data(config: Any) -> None:
+    loaders = [config.dataloader, *([config.validator.dataloader] if config.validator.enable else [])]
+    for loader in loaders:
+        if not isinstance(loader, TextDataLoader.Config):
+            continue
+        if loader.documents is None:
+            load_documents(loader.dataset, loader.dataset_path)
+        elif not any(document.strip() for document in loader.documents()):
+            raise UserError("The recipe's documents() returned no document with any text in it.")
+
+
+def _check_folder(config: Any, resume: bool) -> None:
+    if resume or not config.checkpoint.enable:
+        return
+    folder = Path(config.dump_folder) / config.checkpoint.folder
+    steps = complete_steps(folder)
+    if steps:
+        raise UserError(
+            f"{folder} already holds a checkpoint of step {steps[-1]}.\n"
+            "Pass --resume to continue from it, or another --dump_folder to start anew."
+        )

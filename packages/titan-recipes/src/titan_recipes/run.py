@@ -1,0 +1,144 @@
+"""One rank's life: logging, device, config, training, and on rank 0 what a run leaves behind."""
+
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .catalog import Recipe, load_recipe
+from .errors import UserError
+from .logs import say, set_up_logging
+
+__all__ = ["Options", "Outcome", "build_config", "run_rank", "train_rank"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asked for. Picklable: spawned ranks get it as it is."""
+
+    recipe: Recipe
+    titan_args: tuple[str, ...]
+    device: str
+    """Resolved: neuron, cuda or cpu."""
+    dump_folder: str
+    resume: bool
+    command: str
+    """The command as the user typed it, to print how to resume."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank ended. `signal` is None when training reached its last step."""
+
+    step: int
+    signal: int | None
+
+
+def build_config(options: Options) -> Any:
+    """The recipe's Trainer.Config with --section.option flags and the device's defaults applied.
+
+    Needs the device to be set. A wrong flag ends the process with tyro's message, which suggests the near one.
+    """
+    import tyro
+    from torchtitan.config.manager import ConfigManager, custom_registry
+    from torchtitan.trainer import Trainer
+
+    from .defaults import apply_device_defaults
+
+    config = load_recipe(options.recipe)()
+    if not isinstance(config, Trainer.Config):
+        raise UserError(
+            f"Recipe {options.recipe.name!r} returned {type(config).__name__}; a recipe returns a TorchTitan Trainer.Config "
+            "(use titan_recipes.trainer.Trainer.Config)."
+        )
+    config.dump_folder = options.dump_folder
+    ConfigManager()  # registers TorchTitan's parsing rules
+    config = tyro.cli(
+        type(config),
+        args=list(options.titan_args),
+        default=config,
+        registry=custom_registry,
+        prog=f"apps/train {options.recipe.name}",
+    )
+    for line in apply_device_defaults(config, options.device):
+        say(f"{options.device}: {line}")
+    return config
+
+
+def run_rank(options: Options) -> Outcome:
+    """Train on this rank. A failing rank prints its own traceback at once, so that it comes before any launcher's."""
+    try:
+        return train_rank(options)
+    except SystemExit:
+        raise
+    except UserError as error:
+        _print_error(f"error: {error}")
+    except BaseException:
+        _print_error(traceback.format_exc())
+    sys.stderr.flush()
+    os._exit(1)  # skips atexit: collectives of a broken group can block there
+
+
+def _print_error(text: str) -> None:
+    rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    head = f"[rank {rank} of {world}] " if world != "1" else ""
+    sys.stderr.write(head + text.rstrip() + "\n")
+
+
+def train_rank(options: Options) -> Outcome:
+    """The whole of a rank's work. Expects RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them."""
+    import torch
+
+    rank, world, local_world = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    set_up_logging(Path(options.dump_folder) / "logs" / f"rank-{rank}.log", console=False)
+    from .device import set_device
+
+    changes = set_device(options.device)
+    if options.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
+    from torch import distributed as dist
+    from torchtitan.components.metrics import _get_metrics_rank
+    from torchtitan.distributed import ParallelDims
+
+    config = build_config(options)
+    dims = ParallelDims.from_config(config.parallelism, world)
+    prints = rank == _get_metrics_rank(parallel_dims=dims, pp_schedule=config.parallelism.pipeline_parallel_schedule)
+    set_up_logging(Path(options.dump_folder) / "logs" / f"rank-{rank}.log", console=prints)
+    import logging
+
+    for line in changes:
+        logging.getLogger(__name__).info("device: set %s", line)
+    trainer = None
+    try:
+        trainer = config.build()
+        trainer.recipe = {
+            "recipe": options.recipe.name,
+            "function": options.recipe.function,
+            "arguments": list(options.titan_args),
+            "device": options.device,
+            "config": config.to_dict(),
+        }
+        trainer.recipe_source = Path(options.recipe.source) if options.recipe.is_file else None
+        trainer.train()
+    finally:
+        if trainer is not None:
+            trainer.close()
+    signal = None if trainer.finished else trainer.stop.signal
+    step = trainer.step
+    dist.destroy_process_group()
+    if prints and signal is not None:
+        folder = Path(options.dump_folder) / config.checkpoint.folder / f"step-{step}"
+        where = (
+            f"checkpoint: {folder}" if step and config.checkpoint.enable else "no step was finished, nothing to save"
+        )
+        say(f"\nstopped by signal {signal} after step {step}. {where}")
+        if step and config.checkpoint.enable:
+            say(f"to go on:  {options.command}")
+    elif rank == 0 and config.checkpoint.enable:
+        set_up_logging(Path(options.dump_folder) / "logs" / f"rank-{rank}.log", console=True)
+        from .publish import publish
+
+        publish(trainer)
+    return Outcome(step, signal)

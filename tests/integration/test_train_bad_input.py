@@ -1,0 +1,185 @@
+"""Contract: what a user can get wrong is one error, before any rank starts, that says what was found and what to do."""
+
+import json
+import os
+import shutil
+
+import pytest
+
+from integration.app import ROOT, fork_app, run_app
+
+TOKENIZER = ROOT / "recipes" / "debug_tokenizer"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("debgu",), "Did you mean 'debug'"),
+        (("debug", "--device", "neuron"), "torch-neuronx 2.14.3"),
+        (("debug", "--nproc", "0"), "--nproc 0"),
+        (("debug", "--resume"), "no run of 'debug' with a complete checkpoint"),
+        (("debug", "--dataloader.dataset_path", "no/such/place"), "no/such/place' does not exist"),
+        (("debug", "--dataloader.dataset_path", "empty"), "is empty"),
+        (("debug", "--dataloader.dataset", "c4"), "python-docs"),
+        (("debug", "--training.seq_len", "8192"), "RoPE table of 4096"),
+        (
+            ("debug", "--hf_assets_path", "big_tokenizer"),
+            "ids up to 5000, but the model has 2048 embedding rows",
+        ),
+        (("debug", "--hf_assets_path", "empty"), "no tokenizer.json"),
+        (("debug", "--nproc", "3", "--parallelism.tensor_parallel_degree", "2"), "a multiple of 2"),
+        (("debug", "--nproc", "2", "--parallelism.data_parallel_shard_degree", "4"), "needs 4 ranks"),
+        (
+            ("debug", "--nproc", "4", "--parallelism.tensor_parallel_degree", "4"),
+            "4 does not divide the 2 KV heads",
+        ),
+        (
+            (
+                "debug",
+                "--nproc",
+                "2",
+                "--parallelism.tensor_parallel_degree",
+                "2",
+                "--training.seq_len",
+                "65",
+            ),
+            "multiple of 2",
+        ),
+        (("debug", "--nproc", "2", "--parallelism.pipeline_parallel_degree", "2"), "tied embeddings"),
+        (("debug", "--training.global_batch_size", "12"), "nearest: 16"),
+        (("mine.py:not_a_config",), "returned str"),
+    ],
+)
+def test_a_mistake_is_one_error_before_any_rank_starts(tmp_path, arguments, expected):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "mine.py").write_text('def not_a_config() -> "Config":\n    return "text"\n')
+    big = tmp_path / "big_tokenizer"
+    shutil.copytree(TOKENIZER, big)
+    content = json.loads((big / "tokenizer.json").read_text())
+    content["added_tokens"].append({**content["added_tokens"][0], "id": 5000, "content": "<|far|>"})
+    (big / "tokenizer.json").write_text(json.dumps(content))
+    device = () if "--device" in arguments else ("--device", "cpu")
+    ended = fork_app(*arguments, *device, cwd=tmp_path)
+    assert ended.code == 2, ended.out
+    assert expected in ended.out
+    assert ended.out.count("error: ") == 1
+    assert "Traceback" not in ended.out
+    assert not (tmp_path / "outputs").exists()  # nothing was started, nothing was written
+
+
+def test_a_mistyped_option_suggests_the_near_one(tmp_path):
+    ended = fork_app("debug", "--device", "cpu", "--training.stepz", "3", cwd=tmp_path)
+    assert ended.code == 2
+    assert "--training.steps" in ended.out and "Traceback" not in ended.out
+
+
+def test_an_untested_release_stops_unless_allowed(tmp_path, monkeypatch):
+    import titan_recipes.versions as versions
+
+    monkeypatch.setitem(versions.TESTED_MINORS, "torchtitan", "0.2")
+    ended = fork_app("debug", "--device", "cpu", cwd=tmp_path)
+    assert ended.code == 2
+    assert "tested: 0.2.x" in ended.out and "--allow-untested" in ended.out
+
+
+RECIPE = '''
+from recipe_data import documents
+from titan_recipes.data import TextDataLoader
+from titan_recipes.spec import qwen3_spec
+from titan_recipes.trainer import Trainer
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.optimizer import default_adamw
+from torchtitan.components.validate import Validator
+from torchtitan.config import TrainingConfig
+from titan_recipes.checkpoint import StepCheckpoints
+
+
+def mine() -> Trainer.Config:
+    """My own data."""
+    return Trainer.Config(
+        model_spec=qwen3_spec(
+            "mine", vocab_size=2048, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=32, intermediate_size=96, max_position_embeddings=256,
+        ),
+        hf_assets_path={tokenizer!r},
+        dataloader=TextDataLoader.Config(documents=documents, holdout=0.2),
+        validator=Validator.Config(enable=True, freq=2, steps=-1),
+        training=TrainingConfig(local_batch_size=2, seq_len=32, steps=2),
+        optimizer=default_adamw(lr=1e-3),
+        loss=CrossEntropyLoss.Config(global_vocab_size=2048),
+        activation_checkpoint=None,
+        checkpoint=StepCheckpoints.Config(enable=True),
+    )
+'''
+
+
+def test_a_recipe_outside_the_repository_trains_on_its_own_documents(tmp_path):
+    (tmp_path / "mine.py").write_text(RECIPE.format(tokenizer=str(TOKENIZER)))
+    (tmp_path / "recipe_data.py").write_text(
+        'def documents():\n    return [f"document {i} " * 20 for i in range(20)]\n'
+    )
+    ended = fork_app("mine.py:mine", "--device", "cpu", cwd=tmp_path)
+    assert ended.code == 0, ended.out
+    (run,) = (tmp_path / "outputs").iterdir()
+    assert run.name.startswith("mine-")
+    assert "0 missing keys, 0 unexpected" in ended.out  # untied, 2 layers
+    assert (run / "checkpoint" / "step-2" / "assets" / "recipe.py").read_text() == (tmp_path / "mine.py").read_text()
+
+
+CRASH = """
+from titan_recipes import data
+
+
+def documents():
+    return [f"document {i} " * 20 for i in range(20)]
+
+
+class Broken(data.TextDataLoader):
+    def __iter__(self):
+        import os
+        if os.environ["RANK"] == "1":
+            raise ZeroDivisionError("planted on rank 1")
+        yield from super().__iter__()
+"""
+
+
+def test_a_failing_rank_prints_its_own_traceback_first(tmp_path):
+    recipe = RECIPE.replace(
+        "from recipe_data import documents",
+        "from dataclasses import dataclass\nfrom recipe_data import documents, Broken",
+    )
+    recipe = recipe.replace(
+        "\n\ndef mine",
+        """
+
+class Loader(Broken):
+    @dataclass(kw_only=True, slots=True)
+    class Config(TextDataLoader.Config):
+        pass
+
+
+def mine""",
+    ).replace("dataloader=TextDataLoader.Config", "dataloader=Loader.Config")
+    (tmp_path / "mine.py").write_text(recipe.format(tokenizer=str(TOKENIZER)))
+    (tmp_path / "recipe_data.py").write_text(CRASH)
+    ended = fork_app("mine.py:mine", "--device", "cpu", "--nproc", "2", cwd=tmp_path)
+    assert ended.code == 2, ended.out
+    assert "planted on rank 1" in ended.out
+    head = ended.out[ended.out.index("[rank") :]
+    assert head.startswith("[rank 1 of 2] Traceback"), head
+    assert "ChildFailedError" not in ended.out and "elastic" not in ended.out
+    assert "error: rank 1 failed" in ended.out
+
+
+def test_torchrun_ranks_run_as_they_are(tmp_path):
+    import sys
+
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    os.environ.pop("OMP_NUM_THREADS", None)
+    ended = run_app(
+        "--device", "cpu", "--training.steps", "2", "--no-validator.enable", cwd=tmp_path, launcher=torchrun
+    )
+    assert ended.code == 0, ended.out
+    assert len(list((tmp_path / "outputs").iterdir())) == 1  # both ranks agreed on the folder
+    assert list(ended.losses) == [1, 2] and ended.out.count("step 2/2  loss") == 1
+    assert "0 missing keys, 0 unexpected" in ended.out
