@@ -39,7 +39,7 @@ def debug() -> Trainer.Config:
         dataloader=TextDataLoader.Config(holdout=0.1),
         validator=Validator.Config(enable=True, freq=60, steps=-1),
         training=TrainingConfig(local_batch_size=8, seq_len=256, steps=240, dtype="float32"),
-        optimizer=default_adamw(lr=2e-3),
+        optimizer=default_adamw(lr=1.5e-3),
         lr_scheduler=LRSchedulersContainer.Config(
             warmup_steps=20, decay_ratio=0.8, decay_type="cosine", min_lr_factor=0.1
         ),

@@ -3,16 +3,15 @@
 One rank trains a step and saves; every run here continues from that step with the same global batch (8 sequences), so that
 weights, optimizer and data are the same to the bit and only the layout differs.
 
-Tolerance 2e-4 on the loss: float32 sums in another order differ by about 1e-7 relative per operation; AdamW's first steps,
-whose updates are near +-lr for every parameter whatever the gradient's size, let a flipped sign of a tiny gradient show
-in the weights. Ten times the largest difference seen (see the closing note of the issue).
+Tolerance 1e-5 on a loss near 7: float32 resolves 5e-7 there, and sums taken in another order over 2,048 tokens and a few
+layers wander by a few of those (the largest seen in five steps is 1.4e-6). Gradient norms: 1e-4 relative, 1.5e-5 seen.
 """
 
 import shutil
 
 import pytest
 
-from integration.app import fork_app, metrics
+from integration.app import ROOT, fork_app, metrics
 
 STEPS = 6
 COMMON = ("debug", "--device", "cpu", "--training.steps", str(STEPS), "--metrics.log_freq", "1", "--checkpoint.interval", "3",
@@ -26,7 +25,7 @@ LAYOUTS = {
         "--training.local_batch_size",
         "4",
     ),
-    "tp2": ("--nproc", "2", "--parallelism.tensor_parallel_degree", "2"),
+    "tp2": ("--nproc", "2", "--parallelism.tensor_parallel_degree", "2", "activation_checkpoint:full"),
     "replicate2": (
         "--nproc",
         "2",
@@ -36,7 +35,7 @@ LAYOUTS = {
         "4",
     ),
 }
-TOLERANCE = 2e-4
+TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +75,56 @@ def test_a_layout_gives_the_single_process_losses(reference, tmp_path, layout):
     assert sorted(records) == list(range(2, STEPS + 1))
     for step, record in records.items():
         assert record["loss"] == pytest.approx(unbroken[step]["loss"], abs=TOLERANCE), f"step {step}"
-        assert record["grad_norm"] == pytest.approx(unbroken[step]["grad_norm"], rel=5e-3), f"step {step}"
-        assert record["n_tokens_seen"] == unbroken[step]["n_tokens_seen"] or layout == "tp2"
+        assert record["grad_norm"] == pytest.approx(unbroken[step]["grad_norm"], rel=1e-4), f"step {step}"
+        assert record["n_tokens_seen"] == unbroken[step]["n_tokens_seen"]
     expected = [r["validation_loss"] for r in metrics(reference) if "validation_loss" in r][-1]
     assert validation[-1]["validation_loss"] == pytest.approx(expected, abs=TOLERANCE)  # every held-out token, once
     assert "0 missing keys, 0 unexpected" in ended.out
+
+
+def test_every_save_has_the_same_clean_keys(reference):
+    from torch.distributed.checkpoint import FileSystemReader
+
+    keys = [
+        set(FileSystemReader(reference / "checkpoint" / f"step-{step}").read_metadata().state_dict_metadata)
+        for step in (1, 3, 6)  # first step, interval, last
+    ]
+    assert keys[0] == keys[1] == keys[2]
+    assert not [key for key in keys[0] if "_orig_mod" in key or "_checkpoint_wrapped" in key]
+
+
+def test_a_recipe_that_does_not_fit_the_checkpoint_is_refused_by_name(reference, tmp_path):
+    shutil.copytree(reference, tmp_path / "run")
+    (tmp_path / "wider.py").write_text(
+        "import debug as base\n\n\ndef debug() -> 'Trainer.Config':\n"
+        "    config = base.debug()\n    model = config.model_spec.model\n    model.layers = model.layers[:3]\n"
+        "    for layer in model.layers:\n"
+        "        layer.feed_forward.w1.out_features = layer.feed_forward.w3.out_features = 256\n"
+        "        layer.feed_forward.w2.in_features = 256\n    return config\n"
+    )
+    (tmp_path / "debug.py").write_text((ROOT / "recipes" / "debug.py").read_text())
+    shutil.copytree(ROOT / "recipes" / "debug_tokenizer", tmp_path / "debug_tokenizer")
+    ended = fork_app("wider.py:debug", "--device", "cpu", "--resume", "--dump_folder", "run", cwd=tmp_path)
+    assert ended.code == 1
+    assert "does not fit this recipe" in ended.out and "Traceback" not in ended.out
+    assert "unexpected: layers.3." in ended.out
+    assert "layers.0.feed_forward.w1.weight: (512, 192) in the checkpoint, (256, 192) here" in ended.out
+
+
+def test_training_starts_from_a_read_only_hugging_face_folder_and_says_so(reference, tmp_path):
+    hf = tmp_path / "hf"
+    shutil.copytree(reference / "hf", hf)
+    before = {file.name: file.stat().st_mtime_ns for file in hf.iterdir()}
+    hf.chmod(0o555)
+    try:
+        ended = fork_app(
+            *COMMON, "--checkpoint.initial_load_path", str(hf), "--checkpoint.initial_load_in_hf", "--training.steps", "1",
+            "--lr_scheduler.warmup_steps", "0", "--dump_folder", "run", cwd=tmp_path,
+        )  # fmt: skip
+    finally:
+        hf.chmod(0o755)
+    assert ended.code == 0, ended.out
+    assert f"weights: loaded from {hf}" in ended.out
+    trained, fresh = [r["loss"] for r in metrics(reference) if "loss" in r][-1], metrics(reference)[0]["loss"]
+    assert ended.losses[1] < (trained + fresh) / 2  # these weights, not random ones
+    assert before == {file.name: file.stat().st_mtime_ns for file in hf.iterdir()}

@@ -13,7 +13,7 @@ from titan_recipes.checkpoint import complete_steps
 from integration.app import ForkedApp, fork_app, metrics
 
 LONG = ("debug", "--device", "cpu", "--training.steps", "200", "--metrics.log_freq", "1", "--checkpoint.interval", "1000",
-        "--no-validator.enable", "--training.local_batch_size", "2")  # fmt: skip
+        "--validator.no-enable", "--training.local_batch_size", "2")  # fmt: skip
 CASES = [
     pytest.param("group", signal.SIGINT, 2, id="ctrl-c-2-ranks"),
     pytest.param("launcher", signal.SIGTERM, 1, id="sigterm-1-rank"),
@@ -34,7 +34,7 @@ def test_a_signal_leaves_one_complete_checkpoint_and_says_how_to_go_on(tmp_path,
     assert "Traceback" not in ended.out
     (run,) = (tmp_path / "outputs").iterdir()
     (step,) = complete_steps(run / "checkpoint")
-    assert f"stopped by signal {int(number)} after step {step}" in ended.out or nproc > 1
+    assert re.search(rf"stopped by SIG(INT|TERM) after step {step}\.", ended.out)
     command = re.search(r"to go on:  uv run apps/train (.*)", ended.out)
     assert command is not None, ended.out
     arguments = shlex.split(command[1])

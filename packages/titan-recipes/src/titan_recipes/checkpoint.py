@@ -7,13 +7,18 @@ A step folder is whole when DCP's `.metadata` is in it: DCP writes that last, by
 import logging
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.stateful import Stateful
+from torchtitan.components.checkpointer.base import DATALOADER, LR_SCHEDULER, OPTIMIZER, TRAIN_STATE
 from torchtitan.components.checkpointer.dcp import CheckpointManager
 from torchtitan.tools import utils
 
@@ -80,6 +85,8 @@ class StepCheckpoints(CheckpointManager):
         if dist.get_world_size() > 1:
             dist.barrier()
         saved = super()._save(curr_step, last_step)
+        if last_step:  # TorchTitan leaves one more than keep_latest_k at the end
+            self._purge_stale_checkpoints()
         self.saved_step = curr_step
         return saved
 
@@ -97,6 +104,12 @@ class StepCheckpoints(CheckpointManager):
             else:
                 say("weights: random initialisation")
         return loaded
+
+    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+        """TorchTitan's load, strict: DCP fails on a missing key with its own words and passes extra keys unseen."""
+        if not from_hf:
+            compare_with_checkpoint(state_dict, Path(checkpoint_id), self.exclude_from_loading)
+        super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
 
     def _find_load_step(self, folder: str = "") -> int:
         root = Path(folder or self.folder)
@@ -123,3 +136,44 @@ class StepCheckpoints(CheckpointManager):
         folder = Path(self.folder)
         for step in complete_steps(folder)[: -self.keep_latest_k]:
             self.purge_queue.put(str(step_folder(folder, step)))
+
+
+def compare_with_checkpoint(state_dict: dict[str, Any], checkpoint: Path, excluded: Sequence[str] = ()) -> None:
+    """Raise UserError listing keys that are missing, unexpected or of another shape in a DCP checkpoint.
+
+    A model-only load (no train_state among the wanted keys) may leave the checkpoint's optimizer and loader state aside.
+    """
+    wanted, _ = flatten_state_dict({k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()})
+    found = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    missing = sorted(wanted.keys() - found.keys())
+    model_only = not any(key.startswith(f"{TRAIN_STATE}.") for key in wanted)
+    skipped = tuple(
+        f"{key}." for key in ((TRAIN_STATE, OPTIMIZER, DATALOADER, LR_SCHEDULER) if model_only else excluded)
+    )
+    unexpected = sorted(
+        key for key in found.keys() - wanted.keys() if not key.startswith(skipped) and not _optimizer(key, skipped)
+    )
+    shapes = [
+        f"{key}: {tuple(found[key].size)} in the checkpoint, {tuple(value.shape)} here"
+        for key, value in sorted(wanted.items())
+        if isinstance(value, torch.Tensor)
+        and isinstance(found.get(key), TensorStorageMetadata)
+        and found[key].size != value.shape
+    ]
+    lines = [
+        f"{len(keys)} {what}: {'; '.join(keys[:4])}{' ...' if len(keys) > 4 else ''}"
+        for what, keys in (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
+        if keys
+    ]
+    if lines:
+        raise UserError(
+            f"{checkpoint} does not fit this recipe:\n  "
+            + "\n  ".join(lines)
+            + "\nResume with the recipe that wrote it (its "
+            "assets/recipe.json), or leave parts out with --checkpoint.exclude_from_loading optimizer,lr_scheduler,dataloader."
+        )
+
+
+def _optimizer(key: str, skipped: tuple[str, ...]) -> bool:
+    """TorchTitan's optimizer keys are flat: state.<parameter>.<moment> and param_groups.<parameter>.<setting>."""
+    return f"{OPTIMIZER}." in skipped and key.startswith(("state.", "param_groups."))

@@ -3,10 +3,10 @@
 import argparse
 import os
 import shlex
+import signal
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
 
 from .catalog import Recipe, find_recipe, list_recipes
 from .errors import UserError
@@ -18,9 +18,9 @@ OUTPUTS = "outputs"
 
 _EPILOG = """\
 Every option of TorchTitan's config passes through as --section.option value, for instance
-  apps/train debug --training.steps 50 --optimizer.param_groups.0.optimizer_kwargs ...
+  apps/train debug --training.steps 50 --validator.no-enable
   apps/train debug --training.local_batch_size 4 --parallelism.tensor_parallel_degree 2
-A recipe is a function that returns the whole config; --options lists what can be set on it.
+A recipe is a function that returns the whole config; apps/train RECIPE --help lists what can be set on it.
 Multi-node: torchrun --nnodes 4 --nproc-per-node 64 --rdzv-backend c10d --rdzv-endpoint HOST:29500 apps/train RECIPE ...
 """
 
@@ -32,7 +32,10 @@ def main(arguments: list[str], recipes: Path) -> int:
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("\ninterrupted before training began", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -44,9 +47,12 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+        add_help=False,
+    )
+    parser.add_argument(
+        "-h", "--help", action="store_true", help="this text; after a RECIPE, all options of TorchTitan's config"
     )
     parser.add_argument("--list", action="store_true", help="list the recipes, one line each")
-    parser.add_argument("--options", action="store_true", help="list TorchTitan's options with the recipe's values")
     parser.add_argument(
         "--nproc",
         type=int,
@@ -71,11 +77,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _main(arguments: list[str], recipes: Path) -> int:
-    options, rest = _parser().parse_known_args(arguments)
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    named = bool(rest) and not rest[0].startswith("-")
+    if options.help and not named:
+        parser.print_help()
+        return 0
     if options.list:
         _print_list(recipes)
         return 0
-    name = rest.pop(0) if rest and not rest[0].startswith("-") else DEFAULT_RECIPE
+    name = rest.pop(0) if named else DEFAULT_RECIPE
     if options.nproc is not None and options.nproc < 1:
         raise UserError(f"--nproc {options.nproc} is not a number of ranks; give 1 or more.")
     recipe = find_recipe(name, recipes)
@@ -102,7 +113,7 @@ def _main(arguments: list[str], recipes: Path) -> int:
         recipe, tuple(rest), device, folder, options.resume, _resume_command(arguments, recipe, folder)
     )
     set_device(device)
-    if options.options:
+    if options.help:
         build_config(Options(recipe, (*rest, "--help"), device, folder, False, ""))
 
     from .preflight import check, world_size_of
@@ -166,10 +177,3 @@ def _resume_command(arguments: list[str], recipe: Recipe, folder: str) -> str:
             kept.append(argument)
         skip = argument == "--dump_folder"
     return f"uv run apps/train {shlex.join([*kept, '--resume', '--dump_folder', folder])}"
-
-
-def exit_with(code: int) -> NoReturn:
-    """Leave without waiting for library threads; everything of ours is flushed and closed."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

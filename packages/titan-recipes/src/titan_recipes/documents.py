@@ -80,7 +80,7 @@ def held_out(documents: Sequence[str], sizes: Sequence[int], share: float, seed:
         raise UserError(
             f"The dataset has {len(documents)} document(s), too few to hold out {share:.0%} for validation.\n"
             "Use a .jsonl file with a document a line or a folder of text files, or turn validation off: "
-            "holdout=0 in the recipe's dataloader and --no-validator.enable."
+            "holdout=0 in the recipe's dataloader and --validator.no-enable."
         )
     return chosen
 

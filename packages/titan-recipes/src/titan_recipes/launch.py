@@ -10,14 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from .errors import UserError
+from .errors import RankFailed
+from .logs import say
 from .run import Options, Outcome, run_rank
 
 __all__ = ["launch"]
 
 
 def launch(options: Options, nproc: int) -> Outcome:
-    """Run `nproc` ranks on this host and wait for them. Raises UserError when one failed (its traceback is already out).
+    """Run `nproc` ranks on this host and wait for them. Raises RankFailed when one failed (its traceback is already out).
 
     On CPU ranks are forked, so that the launcher's imports (10 s and more of TorchTitan) are paid once; accelerators'
     runtimes do not survive a fork, so there they are spawned.
@@ -38,32 +39,38 @@ def launch(options: Options, nproc: int) -> Outcome:
         start_method="fork" if options.device == "cpu" else "spawn",
         signals_to_handle="SIGQUIT",  # SIGINT and SIGTERM are passed on below: ranks stop between steps, not at once
     )
-    with _signals_passed_on():
+    with _signals_passed_on() as received:
         try:
             outcomes = elastic_launch(config, run_rank)(options)
         except ChildFailedError as error:
+            if received:  # the ranks were still starting: nothing of theirs to save
+                say(f"\nstopped by {signal.Signals(received[0]).name} before the first step; nothing was saved")
+                return Outcome(0, received[0])
             rank, failure = error.get_first_failure()
             how = f"was killed by {signal.Signals(-failure.exitcode).name}" if failure.exitcode < 0 else "failed"
-            raise UserError(f"rank {rank} {how}; its log is {options.dump_folder}/logs/rank-{rank}.log") from None
+            raise RankFailed(f"rank {rank} {how}; its log is {options.dump_folder}/logs/rank-{rank}.log") from None
     return outcomes[0]
 
 
 @contextmanager
-def _signals_passed_on() -> Iterator[None]:
-    """Send SIGTERM to every rank when this process gets SIGINT or SIGTERM, and keep waiting for them.
+def _signals_passed_on() -> Iterator[list[int]]:
+    """Send SIGTERM to every rank when this process gets SIGINT or SIGTERM, and keep waiting for them; yields those received.
 
     A terminal's Ctrl-C reaches the ranks by itself as well; they take SIGTERM as a repetition, and a second SIGINT as
     "now".
     """
 
+    received: list[int] = []
+
     def pass_on(number: int, frame: FrameType | None) -> None:
+        received.append(number)
         for rank in multiprocessing.active_children():
             if rank.pid is not None:
                 os.kill(rank.pid, signal.SIGTERM)
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -41,6 +41,7 @@ def draw_loss_curve(records: Sequence[Mapping[str, Any]], file: Path, references
             fontsize=8,
             color=color,
         )
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("step")
     axes.set_ylabel("cross-entropy, nats per token")
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,6 +1,7 @@
 """One rank's life: logging, device, config, training, and on rank 0 what a run leaves behind."""
 
 import os
+import signal
 import sys
 import traceback
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ class Outcome:
 
 
 def build_config(options: Options) -> Any:
-    """The recipe's Trainer.Config with --section.option flags and the device's defaults applied.
+    """The recipe's Trainer.Config with the device's defaults, then the --section.option flags, applied.
 
     Needs the device to be set. A wrong flag ends the process with tyro's message, which suggests the near one.
     """
@@ -54,6 +55,8 @@ def build_config(options: Options) -> Any:
             "(use titan_recipes.trainer.Trainer.Config)."
         )
     config.dump_folder = options.dump_folder
+    for line in apply_device_defaults(config, options.device):
+        say(f"{options.device}: {line}")
     ConfigManager()  # registers TorchTitan's parsing rules
     config = tyro.cli(
         type(config),
@@ -61,9 +64,8 @@ def build_config(options: Options) -> Any:
         default=config,
         registry=custom_registry,
         prog=f"apps/train {options.recipe.name}",
+        console_outputs=os.environ.get("RANK", "0") == "0",
     )
-    for line in apply_device_defaults(config, options.device):
-        say(f"{options.device}: {line}")
     return config
 
 
@@ -75,6 +77,8 @@ def run_rank(options: Options) -> Outcome:
         raise
     except UserError as error:
         _print_error(f"error: {error}")
+    except KeyboardInterrupt:
+        os._exit(128 + signal.SIGINT)  # before training began; whoever started this rank says so
     except BaseException:
         _print_error(traceback.format_exc())
     sys.stderr.flush()
@@ -91,7 +95,8 @@ def train_rank(options: Options) -> Outcome:
     """The whole of a rank's work. Expects RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them."""
     import torch
 
-    rank, world, local_world = (int(os.environ[k]) for k in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     set_up_logging(Path(options.dump_folder) / "logs" / f"rank-{rank}.log", console=False)
     from .device import set_device
 
@@ -125,15 +130,15 @@ def train_rank(options: Options) -> Outcome:
     finally:
         if trainer is not None:
             trainer.close()
-    signal = None if trainer.finished else trainer.stop.signal
+    stopped_by = None if trainer.finished else trainer.stop.signal
     step = trainer.step
     dist.destroy_process_group()
-    if prints and signal is not None:
+    if prints and stopped_by is not None:
         folder = Path(options.dump_folder) / config.checkpoint.folder / f"step-{step}"
         where = (
             f"checkpoint: {folder}" if step and config.checkpoint.enable else "no step was finished, nothing to save"
         )
-        say(f"\nstopped by signal {signal} after step {step}. {where}")
+        say(f"\nstopped by {signal.Signals(stopped_by).name} after step {step}. {where}")
         if step and config.checkpoint.enable:
             say(f"to go on:  {options.command}")
     elif rank == 0 and config.checkpoint.enable:
@@ -141,4 +146,4 @@ def train_rank(options: Options) -> Outcome:
         from .publish import publish
 
         publish(trainer)
-    return Outcome(step, signal)
+    return Outcome(step, stopped_by)

@@ -1,8 +1,10 @@
 """TorchTitan's trainer with hooks: progress, a stop between steps, assets in each checkpoint, held-out validation data."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torchtitan import trainer as titan
@@ -13,12 +15,15 @@ from .assets import write_assets
 from .attention import MaskedQwen3Model
 from .checkpoint import StepCheckpoints
 from .data import TextDataLoader
+from .errors import UserError
 from .logs import say
 from .metrics import RunMetrics
 from .spec import hf_config
 from .stop import StopRequest
 
-__all__ = ["Trainer"]
+__all__ = ["ShapeWatch", "Trainer"]
+
+log = logging.getLogger(__name__)
 
 
 class Trainer(titan.Trainer):
@@ -29,6 +34,9 @@ class Trainer(titan.Trainer):
         metrics: RunMetrics.Config = field(default_factory=RunMetrics.Config)
         dataloader: TextDataLoader.Config = field(default_factory=TextDataLoader.Config)
         checkpoint: StepCheckpoints.Config = field(default_factory=StepCheckpoints.Config)
+
+        expected_trainable: int | None = None
+        """Number of parameters that must train; a recipe that freezes some says how many are left. None: not checked."""
 
     config: Config
     checkpointer: StepCheckpoints
@@ -54,11 +62,16 @@ class Trainer(titan.Trainer):
         if config.validator.enable:
             validate = self.validator.validate
             self.validator.validate = self._remembering(validate)
-        parameters = sum(p.numel() for p in self.model_parts[0].parameters())
-        trainable = sum(p.numel() for p in self.model_parts[0].parameters() if p.requires_grad)
-        say_once = say if self.metrics_processor.prints else (lambda text: None)
-        pp = " in this pipeline stage" if self.parallel_dims.pp_enabled else ""
-        say_once(f"model: {config.model_spec.flavor}, {parameters:,} parameters{pp}, {trainable:,} trainable")
+        self.shapes = ShapeWatch()
+        sizes = [(p.numel(), p.requires_grad) for part in self.model_parts for p in part.parameters()]
+        total, trainable = sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains)
+        where = " in this pipeline stage" if self.parallel_dims.pp_enabled else ""
+        if self.metrics_processor.prints:
+            say(f"model: {config.model_spec.flavor}, {total:,} parameters{where}, {trainable:,} trainable")
+        if config.expected_trainable not in (None, trainable):
+            raise UserError(
+                f"The recipe expects {config.expected_trainable:,} trainable parameters{where}; {trainable:,} of {total:,} would train."
+            )
 
     def _remembering(self, validate: Callable[..., None]) -> Callable[..., None]:
         def run(model_parts: list[torch.nn.Module], step: int) -> None:
@@ -79,6 +92,20 @@ class Trainer(titan.Trainer):
         if self.config.checkpoint.enable:
             self.checkpointer.maybe_wait_for_saving()
 
+    def state_dict(self) -> dict[str, int]:
+        """TorchTitan's, with the tokens that all ranks saw: its own per-rank count is wrong on another number of ranks."""
+        return {"step": self.step, "ntokens_seen": self.ntokens_seen * self._data_ranks}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.step = state_dict["step"]
+        self.ntokens_seen = state_dict["ntokens_seen"] // self._data_ranks
+
+    @property
+    def _data_ranks(self) -> int:
+        """Ranks that see different tokens (data and context parallel)."""
+        mesh = self.parallel_dims.get_optional_mesh("loss") if self.parallel_dims.dp_cp_enabled else None
+        return mesh.size() if mesh is not None else 1
+
     @property
     def finished(self) -> bool:
         """True once the last step is done, False after an interruption."""
@@ -88,6 +115,12 @@ class Trainer(titan.Trainer):
         if self.metrics_processor.total_steps == 0:  # first call: weights are loaded, no step was made
             self.metrics_processor.start(self.step, self.config.training.steps)
         return not self.stop.agreed() and super().should_continue_training()
+
+    def post_dataloading_process(
+        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        self.shapes.see({**input_dict, "labels": labels})
+        return super().post_dataloading_process(input_dict, labels)
 
     def _write_assets(self, folder: Path) -> None:
         if self.hf_config is None:
@@ -101,6 +134,25 @@ class Trainer(titan.Trainer):
             recipe=self.recipe,
             recipe_source=self.recipe_source,
         )
+
+
+class ShapeWatch:
+    """Warns when a batch has a shape that no batch had before: on Neuron each one is minutes of compilation."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def see(self, batch: dict[str, torch.Tensor]) -> None:
+        signature = ", ".join(f"{name} {tuple(t.shape)} {str(t.dtype)[6:]}" for name, t in sorted(batch.items()))
+        if signature in self.seen:
+            return
+        self.seen.append(signature)
+        if len(self.seen) > 1:
+            log.warning(
+                "%d distinct batch shapes so far, each compiles a graph on Neuron: %s",
+                len(self.seen),
+                " | ".join(self.seen),
+            )
 
 
 def validation_data(config: Trainer.Config) -> object:
