@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 STEPS, WARM, BOUND = 40, 10, 0.98
@@ -54,21 +55,17 @@ def child(side: str, folder: str) -> None:
     print(json.dumps(tokens / (times[-1] - times[WARM - 1])))
 
 
-def stock(config):  # type: ignore[no-untyped-def]
+def stock(config: Any) -> Any:
     """The same run on TorchTitan's own classes."""
-    from dataclasses import fields
-
+    from titan_recipes.trainer import recast
     from torchtitan.components.checkpointer import CheckpointManager
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.trainer import Trainer
 
-    def as_class(cls, value):  # type: ignore[no-untyped-def]
-        return cls(**{f.name: getattr(value, f.name) for f in fields(cls)})
-
-    values = {f.name: getattr(config, f.name) for f in fields(Trainer.Config)}
-    values["metrics"] = as_class(MetricsProcessor.Config, config.metrics)
-    values["checkpoint"] = as_class(CheckpointManager.Config, config.checkpoint)
-    return Trainer.Config(**values)
+    config = recast(Trainer.Config, config)
+    config.metrics = recast(MetricsProcessor.Config, config.metrics)
+    config.checkpoint = recast(CheckpointManager.Config, config.checkpoint)
+    return config
 
 
 def measure(side: str) -> float:

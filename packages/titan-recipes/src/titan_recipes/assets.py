@@ -5,17 +5,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-__all__ = ["TOKENIZER_FILES", "write_assets"]
+from hf_ckpt_adapter.assets import copy_assets
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
+__all__ = ["write_assets"]
 
 
 def write_assets(
@@ -33,14 +25,10 @@ def write_assets(
     """
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", config)
-    source = tokenizer_folder / "generation_config.json"
-    if source.is_file():
-        shutil.copyfile(source, folder / source.name)
-    else:
-        _write_json(folder / source.name, {"eos_token_id": eos_token_id, "pad_token_id": eos_token_id})
-    for name in TOKENIZER_FILES:
-        if (tokenizer_folder / name).is_file():
-            shutil.copyfile(tokenizer_folder / name, folder / name)
+    # The folder is the user's own choice: in a Hub cache its files are links into blobs/.
+    copied = copy_assets(tokenizer_folder, folder, follow_symlinks=True)
+    if "generation_config.json" not in copied:
+        _write_json(folder / "generation_config.json", {"eos_token_id": eos_token_id, "pad_token_id": eos_token_id})
     if recipe is not None:
         _write_json(folder / "recipe.json", recipe)
     if recipe_source is not None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hf_ckpt_adapter.assets import ASSETS
 from torch import distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -25,11 +26,9 @@ from torchtitan.tools import utils
 from .errors import UserError
 from .logs import say
 
-__all__ = ["ASSETS", "StepCheckpoints", "complete_steps", "step_folder"]
+__all__ = ["StepCheckpoints", "complete_steps", "step_folder"]
 
 log = logging.getLogger(__name__)
-
-ASSETS = "assets"
 
 
 def step_folder(folder: Path, step: int) -> Path:

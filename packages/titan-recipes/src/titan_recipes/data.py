@@ -9,7 +9,7 @@ Shapes: B = local batch, S = sequence length.
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -20,7 +20,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 
 from .documents import PYTHON_DOCS, held_out, load_documents
 from .errors import UserError
-from .packing import PackedDocuments, Tokens
+from .packing import PackedDocuments, Sample, Tokens
 
 __all__ = ["TextDataLoader", "split_tokens"]
 
@@ -86,12 +86,13 @@ class TextDataLoader(BaseDataLoader):
                 torch.from_numpy(np.stack([s.labels_S for s in samples])),
             )
 
-    def _sample(self, index: int) -> Any:
+    def _sample(self, index: int) -> Sample:
         epoch, within = divmod(index, self.packed.samples)
         if epoch and not self.infinite:
             return self.packed.padding()
         return self.packed.sample(epoch, within)
 
+    @cached_property
     def fingerprint(self) -> str:
         """A digest of the token stream and the order it is read in; a checkpoint's position means nothing on another."""
         digest = hashlib.sha256(f"{self.packed.seq_len} {self.packed.seed} {self.packed.shuffle}".encode())
@@ -100,12 +101,12 @@ class TextDataLoader(BaseDataLoader):
         return digest.hexdigest()[:16]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"samples_seen": self.samples_seen, "fingerprint": self.fingerprint()}
+        return {"samples_seen": self.samples_seen, "fingerprint": self.fingerprint}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not state_dict:
             return
-        if state_dict["fingerprint"] != self.fingerprint():
+        if state_dict["fingerprint"] != self.fingerprint:
             raise UserError(
                 "The training data changed since this checkpoint was written (other documents, tokenizer, sequence length or "
                 "seed), so its position in the data means nothing now.\nResume with the same data, or start the data anew "
@@ -116,7 +117,7 @@ class TextDataLoader(BaseDataLoader):
 
 def split_tokens(config: TextDataLoader.Config, tokenizer: BaseTokenizer) -> tuple[list[Tokens], list[Tokens]]:
     """Training and held-out documents as token arrays, each ending in the tokenizer's end-of-text. Cached."""
-    return _split_tokens(config.dataset, config.dataset_path, config.documents, config.holdout, config.seed, tokenizer)
+    return _split_tokens(config.dataset, config.dataset_path, config.documents, config.holdout, tokenizer)
 
 
 @lru_cache(maxsize=4)
@@ -125,10 +126,9 @@ def _split_tokens(
     path: str | None,
     documents: Callable[[], Sequence[str]] | None,
     holdout: float,
-    seed: int,
     tokenizer: BaseTokenizer,
 ) -> tuple[list[Tokens], list[Tokens]]:
     texts = list(dict.fromkeys(documents())) if documents is not None else load_documents(dataset, path)
     tokens = [np.array(tokenizer.encode(text, add_bos=False, add_eos=True), np.int64) for text in texts]
-    out = held_out(texts, [len(t) for t in tokens], holdout, seed)
+    out = held_out(texts, [len(t) for t in tokens], holdout)
     return [t for i, t in enumerate(tokens) if i not in out], [t for i, t in enumerate(tokens) if i in out]

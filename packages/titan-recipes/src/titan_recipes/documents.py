@@ -59,16 +59,16 @@ def python_docs() -> list[str]:
     return documents
 
 
-def held_out(documents: Sequence[str], sizes: Sequence[int], share: float, seed: int = 0) -> set[int]:
+def held_out(documents: Sequence[str], sizes: Sequence[int], share: float) -> set[int]:
     """Indices of documents that together hold at least `share` of the total size, chosen by a hash of their text.
 
-    The hash makes the choice independent of the documents' order. A share of 0 holds out nothing. Raises UserError when
+    The hash makes the choice independent of the documents' order and of any seed. A share of 0 holds out nothing. Raises UserError when
     nothing would be left to train on.
     """
     if share <= 0:
         return set()
     wanted = share * sum(sizes)
-    order = sorted(range(len(documents)), key=lambda i: hashlib.sha256(f"{seed}:{documents[i]}".encode()).digest())
+    order = sorted(range(len(documents)), key=lambda i: hashlib.sha256(documents[i].encode()).digest())
     chosen: set[int] = set()
     size = 0
     for index in order:

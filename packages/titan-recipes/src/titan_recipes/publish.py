@@ -6,7 +6,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import torch
@@ -52,8 +52,13 @@ def publish(trainer: Trainer) -> None:
     say(f"metrics                 {run / METRICS_FILE}, TensorBoard in {run / config.metrics.save_tb_folder}")
 
 
-class Reload(dict[str, Any]):
-    """What the fresh interpreter reports: transformers, missing, unexpected, max_difference."""
+class Reload(TypedDict):
+    """What the fresh interpreter reports."""
+
+    transformers: str
+    missing: list[str]
+    unexpected: list[str]
+    max_difference: float
 
 
 def _reload_text(result: Reload) -> str:
@@ -137,4 +142,5 @@ def reload_in_fresh_interpreter(hf: Path, probe: Path) -> Reload:
     )
     if child.returncode != 0:
         raise RuntimeError(f"{hf} does not reload in Transformers:\n{child.stderr.strip()[-4000:]}")
-    return Reload(json.loads(child.stdout.splitlines()[-1]))
+    report: Reload = json.loads(child.stdout.splitlines()[-1])
+    return report

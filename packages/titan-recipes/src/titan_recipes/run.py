@@ -47,6 +47,7 @@ def build_config(options: Options) -> Any:
     from torchtitan.trainer import Trainer
 
     from .defaults import apply_device_defaults
+    from .trainer import adopt
 
     config = load_recipe(options.recipe)()
     if not isinstance(config, Trainer.Config):
@@ -54,6 +55,7 @@ def build_config(options: Options) -> Any:
             f"Recipe {options.recipe.name!r} returned {type(config).__name__}; a recipe returns a TorchTitan Trainer.Config "
             "(use titan_recipes.trainer.Trainer.Config)."
         )
+    config = adopt(config)
     config.dump_folder = options.dump_folder
     for line in apply_device_defaults(config, options.device):
         say(f"{options.device}: {line}")

@@ -2,12 +2,15 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torchtitan import trainer as titan
+from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.validate import Validator
 from torchtitan.config import TORCH_DTYPE_MAP
 
@@ -21,7 +24,7 @@ from .metrics import RunMetrics
 from .spec import hf_config
 from .stop import StopRequest
 
-__all__ = ["ShapeWatch", "Trainer"]
+__all__ = ["ShapeWatch", "Trainer", "adopt", "recast"]
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +34,9 @@ class Trainer(titan.Trainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.Trainer.Config):
-        metrics: RunMetrics.Config = field(default_factory=RunMetrics.Config)
-        dataloader: TextDataLoader.Config = field(default_factory=TextDataLoader.Config)
-        checkpoint: StepCheckpoints.Config = field(default_factory=StepCheckpoints.Config)
+        metrics: MetricsProcessor.Config = field(default_factory=RunMetrics.Config)
+        dataloader: BaseDataLoader.Config = field(default_factory=TextDataLoader.Config)
+        checkpoint: BaseCheckpointManager.Config = field(default_factory=StepCheckpoints.Config)
 
         expected_trainable: int | None = None
         """Number of parameters that must train; a recipe that freezes some says how many are left. None: not checked."""
@@ -155,7 +158,35 @@ class ShapeWatch:
             )
 
 
-def validation_data(config: Trainer.Config) -> object:
+C = TypeVar("C")
+
+
+def recast(cls: type[C], config: Any) -> C:
+    """A dataclass of `cls` with the values of `config`, one of its parents or children; fields of one side only keep defaults."""
+    ours = {f.name for f in fields(cls) if f.init}  # type: ignore[arg-type]
+    return cls(**{f.name: getattr(config, f.name) for f in fields(config) if f.name in ours})
+
+
+def adopt(config: titan.Trainer.Config) -> Trainer.Config:
+    """A recipe's config as one of this trainer. TorchTitan's stock Trainer.Config is taken over, field by field.
+
+    Raises UserError for another trainer's config: its hooks would be lost.
+    """
+    if type(config) is titan.Trainer.Config:
+        config = recast(Trainer.Config, config)
+    if not isinstance(config, Trainer.Config):
+        raise UserError(
+            f"The recipe's config belongs to {type(config).__qualname__}; apps/train runs titan_recipes.trainer.Trainer. "
+            "Derive the trainer from it, or run that recipe with TorchTitan's own entry point."
+        )
+    if type(config.metrics) is MetricsProcessor.Config:
+        config.metrics = recast(RunMetrics.Config, config.metrics)
+    if type(config.checkpoint) is CheckpointManager.Config:
+        config.checkpoint = recast(StepCheckpoints.Config, config.checkpoint)
+    return config
+
+
+def validation_data(config: Trainer.Config) -> BaseDataLoader.Config:
     """The held-out part of the training documents, unless the recipe gave the validator documents of its own."""
     own, train = config.validator.dataloader, config.dataloader
     if not isinstance(train, TextDataLoader.Config):
