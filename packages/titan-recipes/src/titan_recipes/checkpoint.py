@@ -152,13 +152,11 @@ def compare_with_checkpoint(state_dict: dict[str, Any], checkpoint: Path, exclud
     unexpected = sorted(
         key for key in found.keys() - wanted.keys() if not key.startswith(skipped) and not _optimizer(key, skipped)
     )
-    shapes = [
-        f"{key}: {tuple(found[key].size)} in the checkpoint, {tuple(value.shape)} here"
-        for key, value in sorted(wanted.items())
-        if isinstance(value, torch.Tensor)
-        and isinstance(found.get(key), TensorStorageMetadata)
-        and found[key].size != value.shape
-    ]
+    shapes = []
+    for key, value in sorted(wanted.items()):
+        stored = found.get(key)
+        if isinstance(value, torch.Tensor) and isinstance(stored, TensorStorageMetadata) and stored.size != value.shape:
+            shapes.append(f"{key}: {tuple(stored.size)} in the checkpoint, {tuple(value.shape)} here")
     lines = [
         f"{len(keys)} {what}: {'; '.join(keys[:4])}{' ...' if len(keys) > 4 else ''}"
         for what, keys in (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
