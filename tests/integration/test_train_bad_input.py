@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from integration.app import ROOT, fork_app, run_app
+from integration.app import ROOT, fork_app, metrics, run_app
 
 TOKENIZER = ROOT / "recipes" / "debug_tokenizer"
 
@@ -126,6 +126,23 @@ def test_a_recipe_outside_the_repository_trains_on_its_own_documents(tmp_path):
     assert (run / "checkpoint" / "step-2" / "assets" / "recipe.py").read_text() == (tmp_path / "mine.py").read_text()
 
 
+def test_finite_data_ends_on_both_ranks_together_with_a_checkpoint_and_an_export(tmp_path):
+    (tmp_path / "mine.py").write_text(RECIPE.format(tokenizer=str(TOKENIZER)))
+    (tmp_path / "recipe_data.py").write_text(
+        'def documents():\n    return [f"{i} " + "a b " * 60 for i in range(20)]\n'
+    )
+    ended = fork_app(
+        "mine.py:mine", "--device", "cpu", "--nproc", "2", "--training.local_batch_size", "1", "--training.steps", "500",
+        "--dataloader.no-infinite", "--metrics.log_freq", "1", "--dump_folder", "run", cwd=tmp_path,
+    )  # fmt: skip
+    assert ended.code == 0, ended.out
+    last = max(r["step"] for r in metrics(tmp_path / "run") if "loss" in r)
+    assert 1 < last < 500
+    assert f"the data ended after step {last} of 500" in ended.out
+    assert (tmp_path / "run" / "checkpoint" / f"step-{last}" / ".metadata").exists()
+    assert "0 missing keys, 0 unexpected" in ended.out
+
+
 CRASH = """
 from titan_recipes import data
 
@@ -168,7 +185,7 @@ def mine""",
     head = ended.out[ended.out.index("[rank") :]
     assert head.startswith("[rank 1 of 2] Traceback"), head
     assert "ChildFailedError" not in ended.out and "elastic_launch" not in ended.out
-    assert "error: rank 1 failed" in ended.out
+    assert "error: training failed on rank" in ended.out and ended.out.count("error: ") == 1
 
 
 def test_torchrun_ranks_run_as_they_are(tmp_path):

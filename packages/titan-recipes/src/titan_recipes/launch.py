@@ -6,13 +6,17 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from .errors import RankFailed
 from .logs import say
 from .run import Options, Outcome, run_rank
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 __all__ = ["launch"]
 
@@ -46,10 +50,18 @@ def launch(options: Options, nproc: int) -> Outcome:
             if received:  # the ranks were still starting: nothing of theirs to save
                 say(f"\nstopped by {signal.Signals(received[0]).name} before the first step; nothing was saved")
                 return Outcome(0, received[0])
-            rank, failure = error.get_first_failure()
-            how = f"was killed by {signal.Signals(-failure.exitcode).name}" if failure.exitcode < 0 else "failed"
-            raise RankFailed(f"rank {rank} {how}; its log is {options.dump_folder}/logs/rank-{rank}.log") from None
+            raise RankFailed(_explain(error.failures, options.dump_folder)) from None
     return outcomes[0]
+
+
+def _explain(failures: Mapping[int, "ProcessFailure"], folder: str) -> str:
+    """One line; the cause itself was printed by the rank it happened on. Its peers fail after it, of broken connections."""
+    killed = {rank: signal.Signals(-f.exitcode).name for rank, f in failures.items() if f.exitcode < 0}
+    if len(killed) == len(failures):
+        how = ", ".join(f"rank {rank} was killed by {name}" for rank, name in sorted(killed.items()))
+        return f"{how} (by the kernel when memory ran out, perhaps); logs are in {folder}/logs"
+    ranks = ", ".join(str(rank) for rank in sorted(failures.keys() - killed.keys()))
+    return f"training failed on rank {ranks}; the first message above is the cause, logs are in {folder}/logs"
 
 
 @contextmanager

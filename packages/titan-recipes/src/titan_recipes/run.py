@@ -104,7 +104,7 @@ def train_rank(options: Options) -> Outcome:
 
     changes = set_device(options.device)
     if options.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world))
+        torch.set_num_threads(max(1, usable_cores() // local_world))
     from torch import distributed as dist
     from torchtitan.components.metrics import _get_metrics_rank
     from torchtitan.distributed import ParallelDims
@@ -149,3 +149,8 @@ def train_rank(options: Options) -> Outcome:
 
         publish(trainer)
     return Outcome(step, stopped_by)
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: a container or taskset often allows fewer than the host has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,7 +1,7 @@
 """TorchTitan's trainer with hooks: progress, a stop between steps, assets in each checkpoint, held-out validation data."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,6 +58,7 @@ class Trainer(titan.Trainer):
         super().__init__(config)
         self.stop = StopRequest()
         self.validated_step = -1
+        self.finished_step = 0
         self.recipe: dict[str, object] | None = None  # set by the runner: what built this config
         self.recipe_source: Path | None = None
         if config.checkpoint.enable:
@@ -84,16 +85,23 @@ class Trainer(titan.Trainer):
         return run
 
     def train(self) -> None:
-        """Train to the last step or to a signal; then checkpoint (if interrupted) or validate (if finished)."""
+        """Train to the last step, a signal or the end of the data; leave a checkpoint of the last finished step and, unless
+        interrupted, a validation loss."""
         self.stop.install()
         super().train()
-        if self.stop.signal is not None and not self.finished:
-            if self.step > 0:
-                self.checkpointer.save_now(self.step)
-        elif self.config.validator.enable and self.validated_step != self.step:
+        self.step = self.finished_step  # TorchTitan counts the step that ran out of data
+        if not self.finished and self.step > 0:
+            if self.stop.signal is None:
+                log.warning("the data ended after step %d of %d", self.step, self.config.training.steps)
+            self.checkpointer.save_now(self.step)
+        if self.stop.signal is None and self.config.validator.enable and self.validated_step != self.step:
             self.validator.validate(self.model_parts, self.step)
         if self.config.checkpoint.enable:
             self.checkpointer.maybe_wait_for_saving()
+
+    def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
+        super().train_step(data_iterator)
+        self.finished_step = self.step
 
     def state_dict(self) -> dict[str, int]:
         """TorchTitan's, with the tokens that all ranks saw: its own per-rank count is wrong on another number of ranks."""
@@ -117,6 +125,7 @@ class Trainer(titan.Trainer):
     def should_continue_training(self) -> bool:
         if self.metrics_processor.total_steps == 0:  # first call: weights are loaded, no step was made
             self.metrics_processor.start(self.step, self.config.training.steps)
+            self.finished_step = self.step
         return not self.stop.agreed() and super().should_continue_training()
 
     def post_dataloading_process(
