@@ -189,12 +189,9 @@ class Qwen3Config:
         _check("style", style, 'is "transformers-4" or "transformers-5"', style in ("transformers-4", "transformers-5"))
         moe = self.num_experts > 0
         out: dict[str, Any] = {
-            "architectures": ["Qwen3MoeForCausalLM" if moe else "Qwen3ForCausalLM"],
-            "attention_bias": False,
-            "attention_dropout": 0.0,
-            "hidden_act": "silu",
-            "use_sliding_window": False,
+            "architectures": [_ARCHITECTURES[self.model_type]],
             **self.extra,
+            **_CONSTANTS,
             "model_type": self.model_type,
         }
         for name in _PLAIN if moe else [n for n in _PLAIN if n not in _EXPERT_FIELDS]:
@@ -233,22 +230,28 @@ _EXPERT_FIELDS = (
 )
 # Fields that mean the same in config.json and in Qwen3Config.
 _PLAIN = (*_SIZES, *_EXPERT_FIELDS, "rms_norm_eps", "initializer_range", "tie_word_embeddings")
-# Fields that have one value in every Qwen3; any other would be a model that is not defined here.
-_FIXED: dict[str, Any] = {
-    "hidden_act": "silu",
+# Fields that have one value in every Qwen3; any other would be a model that is not defined here. The first ones are
+# written to every config.json, the others stay in `extra` of those that have them.
+_CONSTANTS: dict[str, Any] = {
     "attention_bias": False,
-    "qkv_bias": False,
     "attention_dropout": 0.0,
+    "hidden_act": "silu",
     "use_sliding_window": False,
+}
+_FIXED: dict[str, Any] = {
+    **_CONSTANTS,
+    "qkv_bias": False,
     "use_qk_norm": True,
     "partial_rotary_factor": 1.0,
     "shared_expert_intermediate_size": 0,
 }
+_ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 _ROPE_BLOCKS = ("rope_parameters", "rope_scaling")
 # What `extra` must not hold: it is read, or derived, and a stale copy would contradict the config.
 _KNOWN = {
     *_PLAIN,
     *_ROPE_BLOCKS,
+    *_CONSTANTS,
     *("rope_theta", "dtype", "torch_dtype", "mlp_only_layers", "num_local_experts"),
     *("model_type", "layer_types", "text_config"),
 }
@@ -265,9 +268,11 @@ def _read_hf(given: dict[str, Any]) -> dict[str, Any]:
     given = {**nested, **given}
 
     model_type = given.pop("model_type", None)
-    _check("model_type", model_type, 'is "qwen3" or "qwen3_moe"', model_type in ("qwen3", "qwen3_moe"))
+    _check("model_type", model_type, 'is "qwen3" or "qwen3_moe"', model_type in _ARCHITECTURES)
     for name, value in _FIXED.items():
         _check(name, given.get(name, value), f"is {value!r}, as in every Qwen3", given.get(name, value) in (value, None))
+    if given.get("architectures") == [_ARCHITECTURES[model_type]]:
+        del given["architectures"]
 
     out: dict[str, Any] = {}
     experts = _one_of(given, "num_experts", "num_local_experts") or 0
@@ -297,7 +302,8 @@ def _read_hf(given: dict[str, Any]) -> dict[str, Any]:
     # null means absent; and a dense config.json may carry unused expert fields, which say nothing about the model.
     skip = () if is_moe else (*_EXPERT_FIELDS, "mlp_only_layers")
     out |= {name: value for name, value in plain.items() if value is not None and name not in skip}
-    return {**out, "num_experts": experts, "extra": given}
+    extra = {name: value for name, value in given.items() if name not in _CONSTANTS}
+    return {**out, "num_experts": experts, "extra": extra}
 
 
 def _read_rope(given: dict[str, Any]) -> _Rope:
