@@ -1,13 +1,12 @@
-"""Transformers' Qwen3 as the reference: the same config, the same weights, the same comparison for all tests."""
+"""Transformers' Qwen3 as the reference: the same config, the same weights, the same comparison."""
 
 import warnings
 from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor, nn
-
 from qwen3_core import Qwen3Config, Qwen3ForCausalLM, from_hub, to_hub
+from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
 transformers.logging.set_verbosity_error()
@@ -15,19 +14,20 @@ transformers.logging.set_verbosity_error()
 # The issue's bound: the largest difference in a tensor, over the largest entry of the reference's.
 BOUND = 1e-5
 
-# Small, with the traps of the real ones: head_dim is not hidden / heads, expert size is no multiple of hidden.
-TINY = dict(
-    vocab_size=320,
-    hidden_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    intermediate_size=96,
-    max_position_embeddings=512,
-    rope_theta=1e6,
-)
-EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True)
+# Small, with the traps of the real ones: head_dim is not hidden / heads, expert size is no multiple of
+# hidden.
+TINY = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "max_position_embeddings": 512,
+    "rope_theta": 1e6,
+}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
 
 
 def tiny(**changes: object) -> Qwen3Config:
@@ -63,7 +63,7 @@ def pair(config: Qwen3Config, seed: int = 0) -> tuple[Qwen3ForCausalLM, nn.Modul
 
 
 def in_memory_names(hub: dict[str, Tensor], config: Qwen3Config) -> dict[str, Tensor]:
-    """Hub names -> the fused names that Transformers 5 has in memory: [gate; up] of all experts, one tensor."""
+    """Hub names -> the fused names that Transformers 5 has in memory: [gate; up] of all experts in one."""
     stacked = from_hub(hub, config)
     out = {name: t for name, t in stacked.items() if ".experts." not in name}
     for name in [name for name in stacked if name.endswith("experts.gate_proj")]:
@@ -94,4 +94,6 @@ def assert_close(name: str, ours: Tensor, reference: Tensor, bound: float = BOUN
     assert ours.shape == reference.shape, (name, ours.shape, reference.shape)
     assert ours.isfinite().all(), f"{name} is not finite"
     worst, scale = (ours - reference).abs().max().item(), reference.abs().max().item()
-    assert worst <= bound * scale, f"{name}: max|a-b| = {worst:.3e} = {worst / scale:.2e} max|b|, above {bound:.0e}"
+    assert worst <= bound * scale, (
+        f"{name}: max|a-b| = {worst:.3e} = {worst / scale:.2e} max|b|, above {bound:.0e}"
+    )

@@ -5,9 +5,6 @@ from dataclasses import fields
 import pytest
 import torch
 from hf_reference import tiny, tiny_moe
-from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
-
 from qwen3_core import MODELS, Qwen3Config, Qwen3ForCausalLM
 from qwen3_core.accounting import (
     ParameterCount,
@@ -17,6 +14,8 @@ from qwen3_core.accounting import (
     model_flops_utilization,
     training_flops_per_token,
 )
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 CONFIGS = [
     tiny(),
@@ -33,7 +32,9 @@ def plain_attention(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor
     return (q_BHTK @ k.mT).softmax(dim=-1) @ v
 
 
-def first_expert_only(x_RD: Tensor, ends_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
+def first_expert_only(
+    x_RD: Tensor, ends_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor
+) -> Tensor:
     """The products of K experts a token, in a form that the counter knows; which expert costs nothing."""
     return ((x_RD @ gate_EFD[0].T) * (x_RD @ up_EFD[0].T)) @ down_EDF[0].T
 
@@ -90,7 +91,8 @@ def test_flops_equal_those_counted_on_the_module(config: Qwen3Config) -> None:
         model(tokens)
     with FlopCounterMode(display=False) as training:
         model(tokens).sum().backward()
-    # The counter takes the weighting of the K outputs of experts for a product, which it is, but of no weights.
+    # The counter takes the weighting of the K outputs of experts for a product, which it is, but of no
+    # weights.
     moe_layers = sum(config.is_moe_layer(i) for i in range(config.num_hidden_layers))
     combine = 2 * moe_layers * config.num_experts_per_tok * config.hidden_size
     per_token = forward_flops_per_token(config, length, causal_factor=1.0)
@@ -102,8 +104,13 @@ def test_flops_equal_those_counted_on_the_module(config: Qwen3Config) -> None:
 def test_the_attention_term_grows_with_length_and_causal_factor() -> None:
     config = MODELS["8B"]
     base = forward_flops_per_token(config, 0)
-    assert base == 2 * (count_parameters(config).non_embedding - count_parameters(config).norms + 151936 * 4096)
-    half, full = forward_flops_per_token(config, 4096), forward_flops_per_token(config, 4096, causal_factor=1.0)
+    assert base == 2 * (
+        count_parameters(config).non_embedding - count_parameters(config).norms + 151936 * 4096
+    )
+    half, full = (
+        forward_flops_per_token(config, 4096),
+        forward_flops_per_token(config, 4096, causal_factor=1.0),
+    )
     assert full - base == 2 * (half - base) == 36 * 4 * 32 * 128 * 4096
 
 

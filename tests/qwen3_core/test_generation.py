@@ -1,12 +1,12 @@
-"""The contract: with the cache of fixed length, generation gives what the whole sequence gives without it, and what
-Transformers gives; every step after the prompt has the same shapes."""
+"""The contract: with the cache of fixed length, generation gives what the whole sequence gives without it,
+and what Transformers gives; every step after the prompt has the same shapes.
+"""
 
 from typing import Any
 
 import pytest
 import torch
 from hf_reference import assert_close, pair, tiny, tiny_moe
-
 from qwen3_core import KVCache, Qwen3Config, Yarn, generate
 from qwen3_core.accounting import kv_cache_bytes
 
@@ -50,7 +50,9 @@ def test_steps_have_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = pair(tiny())
     shapes: list[Any] = []
     forward = model.model.forward
-    monkeypatch.setattr(model.model, "forward", lambda *args: (shapes.append(args[0].shape), forward(*args))[1])
+    monkeypatch.setattr(
+        model.model, "forward", lambda *args: (shapes.append(args[0].shape), forward(*args))[1]
+    )
     generate(model, torch.zeros(2, 5, dtype=torch.long), length=12)
     assert shapes == [(2, 5)] + [(2, 1)] * 6
 

@@ -1,14 +1,14 @@
-"""The contract: `load_file` + `from_hub` + `load_state_dict(strict=True)` loads what the Hub holds, `to_hub` gives it
-back bit for bit, rows stay in their order, and nothing is dropped, invented or changed in silence."""
+"""The contract: `load_file` + `from_hub` + `load_state_dict(strict=True)` loads what the Hub holds, `to_hub`
+gives it back bit for bit, rows stay in their order, and nothing is dropped, invented or changed in silence.
+"""
 
 from pathlib import Path
 
 import pytest
 import torch
 from hf_reference import assert_close, hf_model, pair, tiny, tiny_moe, transformers
-from torch import Tensor
-
 from qwen3_core import Qwen3Config, Qwen3ForCausalLM, from_hub, to_hub
+from torch import Tensor
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -30,9 +30,12 @@ def load(tensors: dict[str, Tensor], config: Qwen3Config) -> Qwen3ForCausalLM:
 
 
 @pytest.mark.parametrize(
-    "config", [tiny(), tiny(tie_word_embeddings=True), tiny_moe(), tiny_moe(num_hidden_layers=4, num_experts=2)]
+    "config",
+    [tiny(), tiny(tie_word_embeddings=True), tiny_moe(), tiny_moe(num_hidden_layers=4, num_experts=2)],
 )
-def test_what_transformers_saves_is_loaded_and_what_we_save_is_loaded_by_it(config: Qwen3Config, tmp_path: Path) -> None:
+def test_what_transformers_saves_is_loaded_and_what_we_save_is_loaded_by_it(
+    config: Qwen3Config, tmp_path: Path
+) -> None:
     theirs = hf_model(config).eval()
     theirs.save_pretrained(tmp_path / "theirs")
     ours = load(safetensors.load_file(tmp_path / "theirs" / "model.safetensors"), config)
@@ -41,7 +44,9 @@ def test_what_transformers_saves_is_loaded_and_what_we_save_is_loaded_by_it(conf
     ours, _ = pair(config)
     hub = {name: t.contiguous() for name, t in to_hub(ours.state_dict()).items()}
     safetensors.save_file(hub, tmp_path / "theirs" / "model.safetensors", metadata={"format": "pt"})
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", attn_implementation="eager")
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "theirs", attn_implementation="eager"
+    )
     assert_close("logits", ours(TOKENS), again(input_ids=TOKENS).logits)
 
 
@@ -56,7 +61,9 @@ def test_a_round_trip_is_bit_exact_and_leaves_its_input_alone(config: Qwen3Confi
 
 
 def test_expert_e_of_the_file_is_index_e_of_the_stack_and_not_transposed() -> None:
-    config = tiny_moe(hidden_size=48, num_attention_heads=2)  # hidden == expert size: only values reveal a transpose
+    config = tiny_moe(
+        hidden_size=48, num_attention_heads=2
+    )  # hidden == expert size: only values reveal a transpose
     hub = hub_tensors(config)
     stacked = from_hub(hub, config)
     for e in range(8):
@@ -99,7 +106,7 @@ def test_a_tied_config_with_a_head_of_its_own_is_refused_by_both_names_and_the_d
 @pytest.mark.parametrize("experts", [4, 16])
 def test_a_number_of_experts_that_is_not_the_configs_is_refused_by_layer(experts: int) -> None:
     hub = hub_tensors(tiny_moe())
-    with pytest.raises(ValueError, match=rf"model\.layers\.0\.mlp\.experts.*num_experts = {experts}"):
+    with pytest.raises(ValueError, match=rf"model\.layers\.0\.mlp\.experts.*num_experts.*is {experts}"):
         from_hub(hub, tiny_moe(num_experts=experts))
 
 
@@ -117,7 +124,9 @@ def test_a_missing_norm_is_an_error_and_not_ones() -> None:
         load(hub, tiny())
 
 
-@pytest.mark.parametrize("name", ["model.layers.0.mlp.expert_bias", "model.layers.0.mlp.experts.gate_up_proj_x"])
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.mlp.expert_bias", "model.layers.0.mlp.experts.gate_up_proj_x"]
+)
 def test_what_the_model_does_not_have_is_an_error(name: str) -> None:
     with pytest.raises(RuntimeError, match=rf"Unexpected key.*{name}"):
         load({**hub_tensors(tiny_moe()), name: torch.zeros(8)}, tiny_moe())

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from hf_reference import hf_model, in_memory_names, tiny, tiny_moe
-
 from qwen3_core import Qwen3Config, Qwen3ForCausalLM, to_hub
 
 

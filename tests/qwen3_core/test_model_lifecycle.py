@@ -1,5 +1,7 @@
-"""The contract: the model can be built on meta, materialised, cast, initialised, stepped, copied, compiled, and is the
-same model afterwards. Tied stays tied, RoPE stays right and float32, names are the Hub's, no Python sees data."""
+"""The contract: the model can be built on meta, materialised, cast, initialised, stepped, copied, compiled,
+and is the same model afterwards. Tied stays tied, RoPE stays right and float32, names are the Hub's, no
+Python sees data.
+"""
 
 import copy
 import io
@@ -8,14 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hf_reference import assert_close, hf_model, tiny, tiny_moe
-from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter
-
 from qwen3_core import MODELS, Qwen3Config, Qwen3ForCausalLM, Yarn, to_hub
 from qwen3_core.accounting import parameter_shapes
 from qwen3_core.attention import scaled_dot_product_attention
 from qwen3_core.moe import grouped_experts
 from qwen3_core.rope import rotary_frequencies
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 BOTH = pytest.mark.parametrize("config", [tiny(), tiny_moe()], ids=["dense", "moe"])
 
@@ -37,7 +38,9 @@ def test_names_are_those_of_a_hub_checkpoint(config: Qwen3Config) -> None:
     theirs = hf_model(config)
     names = set(to_hub(Qwen3ForCausalLM(config).state_dict()))
     per_expert = set()
-    for name in dict(theirs.named_parameters()):  # in memory Transformers 5 fuses experts; the Hub has them one by one
+    for name in dict(
+        theirs.named_parameters()
+    ):  # in memory Transformers 5 fuses experts; the Hub has them one by one
         if ".experts." in name:
             prefix = name.rpartition(".")[0]
             projections = ["down_proj"] if name.endswith("down_proj") else ["gate_proj", "up_proj"]
@@ -62,7 +65,9 @@ def test_tied_embeddings_survive_to_empty_casts_copies_and_an_optimizer_step() -
         return m.lm_head.weight is m.model.embed_tokens.weight
 
     assert tied(model)
-    assert [n for n, _ in model.named_parameters() if "embed" in n or "head" in n] == ["model.embed_tokens.weight"]
+    assert [n for n, _ in model.named_parameters() if "embed" in n or "head" in n] == [
+        "model.embed_tokens.weight"
+    ]
     before = model.lm_head.weight.detach().clone()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
     F.cross_entropy(model(some_tokens()).flatten(0, 1), some_tokens().flatten()).backward()
@@ -116,7 +121,8 @@ def test_positions_stay_apart_in_a_bfloat16_model() -> None:
     assert_close("cos", cos[0, :, 0].float(), exact, bound=1e-2)
 
 
-# torch's fake kernel of grouped_mm knows bfloat16 only, so a float32 mixture of experts cannot be traced with it.
+# torch's fake kernel of grouped_mm knows bfloat16 only, so a float32 mixture of experts cannot be traced with
+# it.
 TRACED = pytest.mark.parametrize(
     ("config", "dtype"), [(tiny(), torch.float32), (tiny_moe(), torch.bfloat16)], ids=["dense", "moe"]
 )
@@ -132,7 +138,8 @@ def test_meta_forward_gives_shapes_without_data(config: Qwen3Config, dtype: torc
 
 @TRACED
 def test_one_graph_holds_for_any_data(config: Qwen3Config, dtype: torch.dtype) -> None:
-    # fullgraph fails on any branch, loop or shape that depends on data; a second compilation would show one too.
+    # fullgraph fails on any branch, loop or shape that depends on data; a second compilation would show one
+    # too.
     torch._dynamo.reset()
     counter = CompileCounter()
     model = materialised(config).to(dtype)

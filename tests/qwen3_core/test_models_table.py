@@ -2,7 +2,6 @@
 
 import pytest
 from hf_reference import hf_config, transformers
-
 from qwen3_core import MODELS
 from qwen3_core.accounting import count_parameters
 

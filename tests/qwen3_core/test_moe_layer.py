@@ -1,5 +1,6 @@
-"""The contract: experts are chosen in float32 whatever the model's dtype, every token gets the weighted sum of exactly
-its experts, and empty or overfull experts change neither values nor gradients."""
+"""The contract: experts are chosen in float32 whatever the model's dtype, every token gets the weighted sum
+of exactly its experts, and empty or overfull experts change neither values nor gradients.
+"""
 
 from collections.abc import Iterator
 
@@ -7,10 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hf_reference import assert_close, tiny_moe
-from torch import Tensor
-
 from qwen3_core import Qwen3Config
 from qwen3_core.moe import MixtureOfExperts, Router, grouped_experts
+from torch import Tensor
 
 
 def layer(config: Qwen3Config, seed: int = 0) -> MixtureOfExperts:
@@ -74,7 +74,8 @@ def test_no_tokens_give_no_rows() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scores_nearer_than_a_bfloat16_step_are_told_apart(dtype: torch.dtype) -> None:
-    # Expert 5 scores 1 + 2^-10, expert 2 scores 1: equal once rounded to bfloat16, where the lower index would win.
+    # Expert 5 scores 1 + 2^-10, expert 2 scores 1: equal once rounded to bfloat16, where the lower index
+    # would win.
     config = tiny_moe(hidden_size=2, num_experts_per_tok=1)
     router = Router(config).to(dtype)
     with torch.no_grad():

@@ -1,14 +1,14 @@
-"""The contract: in float32, logits and every gradient are those of Transformers' Qwen3 and Qwen3Moe (eager attention).
+"""The contract: in float32, logits and every gradient are those of Transformers' Qwen3 and Qwen3Moe (eager
+attention).
 
-max|a-b| <= 1e-5 max|b| for each tensor by itself, over the shapes and options that the published models and their
-descendants use. Positions 0, 1, 17 and 63 are compared separately: position 0 alone hides a wrong RoPE.
+max|a-b| <= 1e-5 max|b| for each tensor by itself, over the shapes and options that the published models and
+their descendants use. Positions 0, 1, 17 and 63 are compared separately: position 0 alone hides a wrong RoPE.
 """
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hf_reference import assert_close, gradients, hf_model, pair, tiny, tiny_moe
-
 from qwen3_core import Qwen3Config, Yarn
 
 YARN = Yarn(factor=4.0, original_max_position_embeddings=64)
@@ -22,7 +22,9 @@ CONFIGS = {
     "theta 1e7": tiny(rope_theta=1e7),
     "YaRN": tiny(rope_scaling=YARN),
     "YaRN, all its fields": tiny(
-        rope_scaling=Yarn(2.0, 100, beta_fast=16.0, beta_slow=2.0, mscale=1.0, mscale_all_dim=0.7, truncate=False)
+        rope_scaling=Yarn(
+            2.0, 100, beta_fast=16.0, beta_slow=2.0, mscale=1.0, mscale_all_dim=0.7, truncate=False
+        )
     ),
     "YaRN, attention factor given": tiny(rope_scaling=Yarn(4.0, 64, attention_factor=1.3)),
     "experts": tiny_moe(),
@@ -55,7 +57,9 @@ def test_logits_and_all_gradients_equal_transformers(config: Qwen3Config, batch:
         assert_close(f"gradient of {name}", a, b)
 
 
-@pytest.mark.parametrize("config", [tiny(), tiny_moe(), tiny(rope_scaling=YARN)], ids=["dense", "moe", "yarn"])
+@pytest.mark.parametrize(
+    "config", [tiny(), tiny_moe(), tiny(rope_scaling=YARN)], ids=["dense", "moe", "yarn"]
+)
 def test_packed_documents_equal_transformers_and_each_document_alone(config: Qwen3Config) -> None:
     ours, theirs = pair(config)
     lengths = (1, 23, 40)
@@ -81,7 +85,8 @@ def test_rows_of_a_batch_may_be_packed_differently() -> None:
 
 
 def test_a_document_that_starts_in_the_middle_is_not_joined_to_the_one_before() -> None:
-    # A chunk of a long document that goes on in the next sample: positions jump from 4 to 100, never back to 0.
+    # A chunk of a long document that goes on in the next sample: positions jump from 4 to 100, never back to
+    # 0.
     ours, _ = pair(tiny())
     x = tokens(ours.config, 1, 9)
     positions = torch.cat((torch.arange(5), torch.arange(100, 104)))[None]
@@ -101,7 +106,9 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_bfloat16_is(config: Qwen
     x = tokens(config, 4, 64)
     exact = theirs(input_ids=x).logits
 
-    def error(logits: torch.Tensor) -> float:  # of the mean square, as a flipped expert moves single entries far
+    def error(
+        logits: torch.Tensor,
+    ) -> float:  # of the mean square, as a flipped expert moves single entries far
         return ((logits.float() - exact).square().mean() / exact.square().mean()).sqrt().item()
 
     mine, reference = error(ours.bfloat16()(x)), error(theirs.bfloat16()(input_ids=x).logits)

@@ -1,5 +1,6 @@
-"""The contract: config.json in any form that is about is read to the same Qwen3Config, or refused with a message that
-names field, value and rule. Nothing is guessed that would change the model."""
+"""The contract: config.json in any form that is about is read to the same Qwen3Config, or refused with a
+message that names field, value and rule. Nothing is guessed that would change the model.
+"""
 
 import json
 import subprocess
@@ -9,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from qwen3_core import MODELS, Qwen3Config, Yarn
 
 # As Qwen/Qwen3-30B-A3B publishes it, smaller.
@@ -72,7 +72,7 @@ def without(fields: dict[str, Any], *names: str, **changes: Any) -> dict[str, An
 
 def test_config_and_table_and_accounting_need_no_torch() -> None:
     code = (
-        "import sys; from qwen3_core import MODELS, Qwen3Config; import qwen3_core.accounting, qwen3_core.loss;"
+        "import sys; from qwen3_core import MODELS; import qwen3_core.accounting, qwen3_core.loss;"
         "MODELS['4B'].to_hf(); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -148,17 +148,29 @@ def test_any_other_rope_type_is_refused(place: str, kind: str) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no theta at all": (without(DENSE, "rope_theta"), "rope_theta is missing"),
     "a null theta": (without(DENSE, rope_theta=None), "rope_theta is missing"),
-    "two thetas": (without(DENSE, rope_parameters={"rope_theta": 1e4}), "rope theta .*1000000.0.*10000.0.* same"),
+    "two thetas": (
+        without(DENSE, rope_parameters={"rope_theta": 1e4}),
+        "rope theta .*1000000.0.*10000.0.* same",
+    ),
     "a negative theta": (without(DENSE, rope_theta=-1.0), "rope_theta = -1.0"),
     "a list as theta": (without(DENSE, rope_theta=[1e6]), r"rope_theta = \[1000000.0\]"),
-    "scaling without a type": (without(DENSE, rope_scaling={"factor": 4.0}), "rope_scaling has rope type None"),
+    "scaling without a type": (
+        without(DENSE, rope_scaling={"factor": 4.0}),
+        "rope_scaling has rope type None",
+    ),
     "two rope types": (without(DENSE, rope_scaling={**YARN_BLOCK, "type": "linear"}), "rope_type and type"),
     "two scalings": (
         without(DENSE, rope_scaling=YARN_BLOCK, rope_parameters={"rope_type": "default"}),
         "rope scaling .* same",
     ),
-    "scaling of parts of the head": (without(DENSE, partial_rotary_factor=0.5), "partial_rotary_factor = 0.5"),
-    "the same, nested": (without(DENSE, rope_scaling={"type": "default", "partial_rotary_factor": 0.5}), "partial"),
+    "scaling of parts of the head": (
+        without(DENSE, partial_rotary_factor=0.5),
+        "partial_rotary_factor = 0.5",
+    ),
+    "the same, nested": (
+        without(DENSE, rope_scaling={"type": "default", "partial_rotary_factor": 0.5}),
+        "partial",
+    ),
     "an unknown rope field": (
         without(DENSE, rope_scaling={"type": "default", "mrope_section": [24, 20, 20]}),
         "mrope_section",
@@ -175,7 +187,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no head_dim": (without(DENSE, "head_dim"), "head_dim.*not hidden_size / num_attention_heads"),
     "an odd head_dim": (without(DENSE, head_dim=31), "head_dim = 31.*even"),
     "several missing": (without(DENSE, "vocab_size", "hidden_size"), "lacks vocab_size, hidden_size"),
-    "heads that do not divide": (without(DENSE, num_key_value_heads=3), r"num_key_value_heads = 3.*divides.*\(4\)"),
+    "heads that do not divide": (
+        without(DENSE, num_key_value_heads=3),
+        r"num_key_value_heads = 3.*divides.*\(4\)",
+    ),
     "a size as text": (without(DENSE, hidden_size="64"), "hidden_size = '64'"),
     "a size of zero": (without(DENSE, num_hidden_layers=0), "num_hidden_layers = 0"),
     "a size of true": (without(DENSE, num_hidden_layers=True), "num_hidden_layers = True"),
@@ -186,7 +201,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "biases": (without(DENSE, attention_bias=True), "attention_bias = True"),
     "dropout": (without(DENSE, attention_dropout=0.1), "attention_dropout = 0.1"),
     "a sliding window": (without(DENSE, use_sliding_window=True), "use_sliding_window = True"),
-    "sliding layers": (without(DENSE, layer_types=["full_attention", "sliding_attention"]), "sliding_attention"),
+    "sliding layers": (
+        without(DENSE, layer_types=["full_attention", "sliding_attention"]),
+        "sliding_attention",
+    ),
     "two dtypes": (without(DENSE, dtype="float32"), "dtype and torch_dtype"),
     "experts in a dense model": (without(DENSE, num_experts=8), "num_experts = 8"),
     "experts without experts": (without(MOE, num_experts=0), "num_experts = 0"),
@@ -195,12 +213,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "experts, size missing": (without(MOE, "moe_intermediate_size"), "lacks moe_intermediate_size"),
     "more used than there are": (without(MOE, num_experts_per_tok=9), r"num_experts_per_tok = 9.*<= .*\(8\)"),
     "a layer that is not there": (without(MOE, mlp_only_layers=[2]), r"mlp_only_layers = \(2,\).*0 to 1"),
-    "shared experts": (without(MOE, shared_expert_intermediate_size=512), "shared_expert_intermediate_size = 512"),
+    "shared experts": (
+        without(MOE, shared_expert_intermediate_size=512),
+        "shared_expert_intermediate_size = 512",
+    ),
 }
 
 
 @pytest.mark.parametrize(("fields", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_is_not_this_model_is_refused_by_field_value_and_rule(fields: dict[str, Any], message: str) -> None:
+def test_what_is_not_this_model_is_refused_by_field_value_and_rule(
+    fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         Qwen3Config.from_hf(fields)
 
@@ -240,7 +263,7 @@ def test_unknown_fields_survive_and_known_ones_follow_the_config() -> None:
 
 
 def test_extra_cannot_shadow_a_field() -> None:
-    with pytest.raises(ValueError, match="extra.*rope_theta"):
+    with pytest.raises(ValueError, match=r"extra.*rope_theta"):
         replace(MODELS["4B"], extra={"rope_theta": 1e4})
 
 
@@ -268,7 +291,9 @@ def test_both_styles_say_the_same_in_the_form_asked_for() -> None:
 
 @pytest.mark.parametrize("name", ["4B-Instruct-2507", "30B-A3B"])
 @pytest.mark.parametrize("style", ["transformers-4", "transformers-5"])
-def test_transformers_reads_what_is_written_and_is_read_in_turn(name: str, style: Any, tmp_path: Path) -> None:
+def test_transformers_reads_what_is_written_and_is_read_in_turn(
+    name: str, style: Any, tmp_path: Path
+) -> None:
     transformers = pytest.importorskip("transformers")
     config = replace(MODELS[name], rope_scaling=Yarn(4.0, 32768))
     (tmp_path / "config.json").write_text(json.dumps(config.to_hf(style)))

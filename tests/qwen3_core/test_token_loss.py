@@ -1,5 +1,6 @@
-"""The contract: the loss weighs every token alike however a batch is cut, and before training it has the value that
-`expected_random_loss` computes, within three standard errors on at least 2,048 tokens."""
+"""The contract: the loss weighs every token alike however a batch is cut, and before training it has the
+value that `expected_random_loss` computes, within three standard errors on at least 2,048 tokens.
+"""
 
 import math
 
@@ -7,10 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hf_reference import assert_close, tiny, tiny_moe
-from torch import Tensor, nn
-
 from qwen3_core import Qwen3Config, Qwen3ForCausalLM, token_loss
 from qwen3_core.loss import expected_random_loss
+from torch import Tensor, nn
 
 TOKENS = 2048
 
@@ -55,7 +55,8 @@ RANDOM_MODELS = {
 
 
 def measured(model: Qwen3ForCausalLM, seed: int) -> float:
-    # Not the seed of the weights: equal seeds give equal streams, and then targets are not drawn without looking at h.
+    # Not the seed of the weights: equal seeds give equal streams, and then targets are not drawn without
+    # looking at h.
     generator = torch.Generator().manual_seed(1000 + seed)
     tokens, targets = torch.randint(model.config.vocab_size, (2, TOKENS), generator=generator).view(2, 8, -1)
     with torch.no_grad():
@@ -105,7 +106,8 @@ def test_the_values_that_the_docstring_quotes(hidden: int, std: float, loss: str
 
 
 def test_the_standard_error_is_that_of_the_mean_over_models() -> None:
-    # 400 heads on one hidden state: the mean loss spreads by what standard_error says, so three of it is no guess.
+    # 400 heads on one hidden state: the mean loss spreads by what standard_error says, so three of it is no
+    # guess.
     generator = torch.Generator().manual_seed(0)
     vocab, dim, std, tokens = 512, 64, 0.15, 256
     h_D = F.normalize(torch.randn(dim, generator=generator), dim=0) * dim**0.5

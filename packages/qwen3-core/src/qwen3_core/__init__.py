@@ -1,6 +1,7 @@
 """Every Qwen3, defined once: sizes, configuration, model, accounting.
 
-`MODELS`, `Qwen3Config` and the accounting need no torch and load at once; the names that do are loaded at first use.
+`MODELS`, `Qwen3Config` and the accounting need no torch and load at once; the names that do are loaded at
+first use.
 """
 
 from importlib import import_module

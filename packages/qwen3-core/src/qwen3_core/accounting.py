@@ -4,8 +4,8 @@
     training_flops_per_token(MODELS["4B"], length=4096)
 
 Needs no torch. Activation memory depends on how a model is laid out and belongs to neuron-parallel.
-D = hidden size, H = query heads, G = key/value heads, K = head dim, F = MLP or expert hidden size, E = experts,
-V = vocabulary.
+D = hidden size, H = query heads, G = key/value heads, K = head dim, F = MLP or expert hidden size,
+E = experts, V = vocabulary.
 """
 
 from dataclasses import dataclass, fields
@@ -118,11 +118,11 @@ def count_parameters(config: Qwen3Config) -> ParameterCount:
 def forward_flops_per_token(config: Qwen3Config, length: int, causal_factor: float = 0.5) -> float:
     """Floating-point operations of the forward pass for one token of a sequence of `length` tokens.
 
-    Matrix products only, a multiply-add being two: 2 per weight passed through (the head always, the embedding
-    look-up never, experts_used of the experts), and 4 H K `length` `causal_factor` a layer for q kᵀ and its product
-    with v. `causal_factor` is the part of the score matrix that counts: 0.5 for a kernel that skips the masked half
-    (exactly (length + 1) / (2 length)), 1 for one that computes it, as in the PaLM convention
-    (https://arxiv.org/abs/2204.02311, appendix B).
+    Matrix products only, a multiply-add being two: 2 per weight passed through (the head always, the
+    embedding look-up never, experts_used of the experts), and 4 H K `length` `causal_factor` a layer for q kᵀ
+    and its product with v. `causal_factor` is the part of the score matrix that counts: 0.5 for a kernel that
+    skips the masked half (exactly (length + 1) / (2 length)), 1 for one that computes it, as in the PaLM
+    convention (https://arxiv.org/abs/2204.02311, appendix B).
     """
     count = count_parameters(config)
     head = config.vocab_size * config.hidden_size
@@ -132,7 +132,7 @@ def forward_flops_per_token(config: Qwen3Config, length: int, causal_factor: flo
 
 
 def training_flops_per_token(config: Qwen3Config, length: int, causal_factor: float = 0.5) -> float:
-    """Forward and backward: 3 times the forward pass. Work repeated by activation checkpointing does not count."""
+    """Forward and backward: 3 times the forward pass, work that checkpointing repeats not counted."""
     return 3 * forward_flops_per_token(config, length, causal_factor)
 
 
@@ -145,7 +145,9 @@ def model_flops_utilization(
 ) -> float:
     """MFU, from 0 to 1: training FLOPs done in a second over the peak of all devices that took part."""
     if peak_flops_per_second <= 0:
-        raise ValueError(f"peak_flops_per_second is {peak_flops_per_second}; expected the devices' summed peak, > 0")
+        raise ValueError(
+            f"peak_flops_per_second is {peak_flops_per_second}; expected the devices' summed peak, > 0"
+        )
     return tokens_per_second * training_flops_per_token(config, length, causal_factor) / peak_flops_per_second
 
 

@@ -1,6 +1,7 @@
 """The default attention, and the masks that say what sees what.
 
-An attention is any callable (q_BHTK, k_BGSK, v_BGSK, mask_B1TS or None) -> out_BHTK; no mask means causal, T == S.
+An attention is any callable (q_BHTK, k_BGSK, v_BGSK, mask_B1TS or None) -> out_BHTK; no mask means causal
+with T == S.
 B = batch, T = queries, S = keys, H = query heads, G = key/value heads (G divides H), K = head dim.
 """
 
@@ -16,7 +17,9 @@ __all__ = ["Attention", "cache_mask", "document_mask", "scaled_dot_product_atten
 Attention: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
-def scaled_dot_product_attention(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask_B1TS: Tensor | None) -> Tensor:
+def scaled_dot_product_attention(
+    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask_B1TS: Tensor | None
+) -> Tensor:
     """softmax(q kᵀ / √K) v, query head h reading key head h // (H/G), by torch's fused kernel."""
     return F.scaled_dot_product_attention(
         q_BHTK, k_BGSK, v_BGSK, attn_mask=mask_B1TS, is_causal=mask_B1TS is None, enable_gqa=True
@@ -26,7 +29,7 @@ def scaled_dot_product_attention(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor,
 def document_mask(positions_BT: Tensor) -> Tensor:
     """bool [B, 1, T, T]: a position sees itself and what came before it in its own document.
 
-    A document goes on as long as positions step by one; packed documents that each count from 0 need nothing else.
+    A document goes on as long as positions step by one; packed documents that each count from 0 need no more.
     """
     starts_BT = positions_BT[:, 1:] != positions_BT[:, :-1] + 1
     document_BT = F.pad(starts_BT.long().cumsum(dim=1), (1, 0))

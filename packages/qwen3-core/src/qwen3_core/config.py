@@ -3,8 +3,8 @@
     config = Qwen3Config.from_hf("path/to/config.json")     # or the folder, or a dict
     json.dump(config.to_hf(), file)
 
-Needs no torch, so planners and command lines can use it. Reading is strict where a silent default would train a
-different model: a missing rope theta, a missing head_dim and any rope type but default and YaRN are errors.
+Needs no torch, so planners and command lines can use it. Reading is strict where a silent default would train
+a different model: a missing rope theta, a missing head_dim and any rope type but default and YaRN are errors.
 """
 
 import json
@@ -24,8 +24,8 @@ Style = Literal["transformers-4", "transformers-5"]
 class Yarn:
     """YaRN context extension (Peng et al. 2023, https://arxiv.org/abs/2309.00071), as config.json states it.
 
-    Frequencies that turn more than `beta_fast` times within the original length stay, those that turn less than
-    `beta_slow` times are divided by `factor`, a ramp between.
+    Frequencies that turn more than `beta_fast` times within the original length stay, those that turn less
+    than `beta_slow` times are divided by `factor`, a ramp between.
     """
 
     factor: float
@@ -38,20 +38,34 @@ class Yarn:
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        _check("factor of YaRN", self.factor, "is a number >= 1", _is_number(self.factor) and self.factor >= 1)
+        _check(
+            "factor of YaRN", self.factor, "is a number >= 1", _is_number(self.factor) and self.factor >= 1
+        )
         original = self.original_max_position_embeddings
-        _check("original_max_position_embeddings of YaRN", original, "is an integer >= 1", _is_count(original))
+        _check(
+            "original_max_position_embeddings of YaRN", original, "is an integer >= 1", _is_count(original)
+        )
         fast, slow = self.beta_fast, self.beta_slow
         ordered = _is_number(fast) and _is_number(slow) and fast >= slow > 0
-        _check("beta_fast, beta_slow of YaRN", (fast, slow), "are numbers with beta_fast >= beta_slow > 0", ordered)
+        _check(
+            "beta_fast, beta_slow of YaRN",
+            (fast, slow),
+            "are numbers with beta_fast >= beta_slow > 0",
+            ordered,
+        )
         for name in ("attention_factor", "mscale", "mscale_all_dim"):
             value = getattr(self, name)
-            _check(f"{name} of YaRN", value, "is absent or a number > 0", value is None or _is_number(value) and value > 0)
+            _check(
+                f"{name} of YaRN",
+                value,
+                "is absent or a number > 0",
+                value is None or (_is_number(value) and value > 0),
+            )
         _check("truncate of YaRN", self.truncate, "is true or false", isinstance(self.truncate, bool))
 
     @property
     def attention_scale(self) -> float:
-        """The factor on cos and sin (paper, eq. 22): as given, else 0.1 ln(factor) + 1, or the ratio of mscales."""
+        """The factor on cos and sin (paper, eq. 22): as given, else 0.1 ln(factor) + 1 or a ratio of two."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -66,9 +80,9 @@ class Yarn:
 class Qwen3Config:
     """Sizes and constants of one Qwen3, dense (`num_experts == 0`) or mixture of experts.
 
-    `head_dim` is a size of its own: hidden_size / num_attention_heads differs from it in most published models.
-    `extra` holds the fields of config.json that do not change the model (token ids, versions, ...); `to_hf` writes
-    them back. Raises ValueError naming field, value and rule.
+    `head_dim` is a size of its own: hidden_size / num_attention_heads differs from it in most published
+    models. `extra` holds the fields of config.json that do not change the model (token ids, versions, ...);
+    `to_hf` writes them back. Raises ValueError naming field, value and rule.
     """
 
     vocab_size: int
@@ -125,7 +139,9 @@ class Qwen3Config:
             value = getattr(self, name)
             _check(name, value, "is an integer >= 1 in a mixture of experts", _is_count(value))
         top_k = self.num_experts_per_tok
-        _check("num_experts_per_tok", top_k, f"is <= num_experts ({self.num_experts})", top_k <= self.num_experts)
+        _check(
+            "num_experts_per_tok", top_k, f"is <= num_experts ({self.num_experts})", top_k <= self.num_experts
+        )
         layers = range(self.num_hidden_layers)
         rule = f"lists layers 0 to {self.num_hidden_layers - 1}, each once"
         once = len(set(self.mlp_only_layers)) == len(self.mlp_only_layers)
@@ -146,7 +162,7 @@ class Qwen3Config:
         return max(self.max_position_embeddings, extended)
 
     def is_moe_layer(self, layer: int) -> bool:
-        """True if `layer` (from 0) has experts: every decoder_sparse_step-th one that mlp_only_layers does not list."""
+        """True if `layer` (from 0) has experts: each decoder_sparse_step-th, unless in mlp_only_layers."""
         sparse = self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
         return sparse and layer not in self.mlp_only_layers
 
@@ -154,8 +170,8 @@ class Qwen3Config:
         """Raise ValueError if `length` tokens are more than the rotary embedding was made for."""
         if length > self.max_sequence_length:
             raise ValueError(
-                f"sequence length {length} is above max_position_embeddings: {self.max_sequence_length}. Shorten the "
-                "sequences, or extend the model with rope_scaling (YaRN) or a larger max_position_embeddings."
+                f"sequence length {length} is above max_position_embeddings: {self.max_sequence_length}. "
+                "Shorten the sequences, or extend the model by rope_scaling (YaRN)."
             )
 
     @classmethod
@@ -163,30 +179,22 @@ class Qwen3Config:
         """Read config.json: its path, the folder it lies in, or its parsed content.
 
         Understood are the forms that Transformers 4 and 5 and the Hub use: rope theta at top level, in
-        `rope_parameters` or in `rope_scaling`; `type` or `rope_type`; `torch_dtype` or `dtype`; `num_experts` or
-        `num_local_experts`; a nested `text_config`, over which the outer fields win. A field that is absent has
-        Transformers' default (`norm_topk_prob` and `tie_word_embeddings`: false), except that sizes, head_dim and
-        rope theta have to be there.
+        `rope_parameters` or in `rope_scaling`; `type` or `rope_type`; `torch_dtype` or `dtype`; `num_experts`
+        or `num_local_experts`; a nested `text_config`, over which the outer fields win. A field that is
+        absent has Transformers' default (`norm_topk_prob` and `tie_word_embeddings`: false), except that
+        sizes, head_dim and rope theta have to be there.
         """
-        if not isinstance(source, Mapping):
-            path = Path(source)
-            path = path / "config.json" if path.is_dir() else path
-            try:
-                source = json.loads(path.read_text(encoding="utf-8"))
-            except OSError as error:
-                raise ValueError(f"no config.json to read at {path}: {error.strerror}") from error
-            except ValueError as error:
-                raise ValueError(f"{path} is not JSON: {error}") from error
-            _check(str(path), type(source).__name__, "is a JSON object", isinstance(source, dict))
-        return cls(**_read_hf(dict(source)))
+        return cls(**_read_hf(dict(source) if isinstance(source, Mapping) else _load(Path(source))))
 
     def to_hf(self, style: Style = "transformers-4") -> dict[str, Any]:
         """The content of config.json, ready for `json.dump`; `from_hf` reads it back to an equal config.
 
         "transformers-4" is the spelling of the published files (rope_theta at top level, torch_dtype), which
-        Transformers 4 and 5 both read; "transformers-5" is what Transformers 5 itself writes (rope_parameters, dtype).
+        Transformers 4 and 5 both read; "transformers-5" is what Transformers 5 itself writes
+        (rope_parameters, dtype).
         """
-        _check("style", style, 'is "transformers-4" or "transformers-5"', style in ("transformers-4", "transformers-5"))
+        styles = ("transformers-4", "transformers-5")
+        _check("style", style, f"is one of {styles}", style in styles)
         moe = self.num_experts > 0
         out: dict[str, Any] = {
             "architectures": [_ARCHITECTURES[self.model_type]],
@@ -201,7 +209,10 @@ class Qwen3Config:
         yarn = None
         if self.rope_scaling is not None:
             given = {f.name: getattr(self.rope_scaling, f.name) for f in fields(Yarn)}
-            yarn = {"rope_type": "yarn", **{name: value for name, value in given.items() if value is not None}}
+            yarn = {
+                "rope_type": "yarn",
+                **{name: value for name, value in given.items() if value is not None},
+            }
         if style == "transformers-4":
             out |= {"rope_theta": self.rope_theta, "rope_scaling": yarn}
         else:
@@ -230,8 +241,8 @@ _EXPERT_FIELDS = (
 )
 # Fields that mean the same in config.json and in Qwen3Config.
 _PLAIN = (*_SIZES, *_EXPERT_FIELDS, "rms_norm_eps", "initializer_range", "tie_word_embeddings")
-# Fields that have one value in every Qwen3; any other would be a model that is not defined here. The first ones are
-# written to every config.json, the others stay in `extra` of those that have them.
+# Fields that have one value in every Qwen3; any other would be a model that is not defined here. The first
+# ones are written to every config.json, the others stay in `extra` of those that have them.
 _CONSTANTS: dict[str, Any] = {
     "attention_bias": False,
     "attention_dropout": 0.0,
@@ -262,6 +273,18 @@ class _Rope(NamedTuple):
     yarn: Yarn | None
 
 
+def _load(path: Path) -> dict[str, Any]:
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"no config.json to read at {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    _check(str(path), type(content).__name__, "is a JSON object", isinstance(content, dict))
+    return content
+
+
 def _read_hf(given: dict[str, Any]) -> dict[str, Any]:
     """The keyword arguments of Qwen3Config for the content of a config.json."""
     nested = given.pop("text_config", None) or {}
@@ -270,7 +293,12 @@ def _read_hf(given: dict[str, Any]) -> dict[str, Any]:
     model_type = given.pop("model_type", None)
     _check("model_type", model_type, 'is "qwen3" or "qwen3_moe"', model_type in _ARCHITECTURES)
     for name, value in _FIXED.items():
-        _check(name, given.get(name, value), f"is {value!r}, as in every Qwen3", given.get(name, value) in (value, None))
+        _check(
+            name,
+            given.get(name, value),
+            f"is {value!r}, as in every Qwen3",
+            given.get(name, value) in (value, None),
+        )
     if given.get("architectures") == [_ARCHITECTURES[model_type]]:
         del given["architectures"]
 
@@ -283,8 +311,9 @@ def _read_hf(given: dict[str, Any]) -> dict[str, Any]:
     rope = _read_rope(given)
     if rope.theta is None:
         raise ValueError(
-            "rope_theta is missing: expected at top level, or in rope_parameters or rope_scaling. There is no safe "
-            "default (published Qwen3 models use 1e6, 5e6 and 1e7): copy it from the model's original config.json."
+            "rope_theta is missing: expected at top level, in rope_parameters or in rope_scaling. There is no "
+            "safe default (published Qwen3 models use 1e6, 5e6 and 1e7): copy it from the model's original "
+            "config.json."
         )
     required = [*_SIZES, *(("num_experts_per_tok", "moe_intermediate_size") if is_moe else ())]
     missing = [name for name in required if given.get(name) is None]
@@ -299,7 +328,7 @@ def _read_hf(given: dict[str, Any]) -> dict[str, Any]:
     dtype = _one_of(given, "dtype", "torch_dtype")
     out |= {"rope_theta": rope.theta, "rope_scaling": rope.yarn, "dtype": dtype}
     plain = {name: given.pop(name) for name in (*_PLAIN, "mlp_only_layers") if name in given}
-    # null means absent; and a dense config.json may carry unused expert fields, which say nothing about the model.
+    # null means absent; a dense config.json may carry expert fields, which say nothing about the model.
     skip = () if is_moe else (*_EXPERT_FIELDS, "mlp_only_layers")
     out |= {name: value for name, value in plain.items() if value is not None and name not in skip}
     extra = {name: value for name, value in given.items() if name not in _CONSTANTS}
@@ -332,8 +361,8 @@ def _read_rope_block(place: str, block: dict[str, Any]) -> _Rope:
     kind = _one_of(block, "rope_type", "type", place=f"{place}.")
     if kind not in ("default", "yarn") and not (kind is None and not block):
         raise ValueError(
-            f'{place} has rope type {kind!r}: expected "default" or "yarn". Read as plain RoPE it would be another '
-            "model, so it is refused."
+            f'{place} has rope type {kind!r}: expected "default" or "yarn". Read as plain RoPE it would be '
+            "another model, so it is refused."
         )
     allowed = {f.name for f in fields(Yarn)} if kind == "yarn" else set()
     unknown = sorted(set(block) - allowed)
@@ -341,7 +370,9 @@ def _read_rope_block(place: str, block: dict[str, Any]) -> _Rope:
     if kind != "yarn":
         return _Rope(theta, None)
     missing = [name for name in ("factor", "original_max_position_embeddings") if block.get(name) is None]
-    _check(place, missing, "states factor and original_max_position_embeddings for YaRN; lacking", not missing)
+    _check(
+        place, missing, "states factor and original_max_position_embeddings for YaRN; lacking", not missing
+    )
     return _Rope(theta, Yarn(**{name: value for name, value in block.items() if value is not None}))
 
 

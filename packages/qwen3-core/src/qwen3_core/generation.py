@@ -1,6 +1,7 @@
 """Generation with a key/value cache of fixed length: after the prompt, every step has the same shapes.
 
-L = layers, B = batch, G = key/value heads, S = slots of the cache, K = head dim, T = new positions, V = vocabulary.
+L = layers, B = batch, G = key/value heads, S = slots of the cache, K = head dim, T = new positions,
+V = vocabulary.
 """
 
 from typing import TYPE_CHECKING
@@ -19,7 +20,8 @@ __all__ = ["KVCache", "generate"]
 class KVCache:
     """Keys and values of all layers, `length` slots a sequence; slot p holds position p.
 
-    Slots that are not yet filled are never seen: attention with a cache reads the slots up to a query's position.
+    Slots that are not yet filled are never seen: attention with a cache reads the slots up to
+    a query's position.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class KVCache:
     def update(
         self, layer: int, positions_BT: Tensor, k_BGTK: Tensor, v_BGTK: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Write the new keys and values of a layer to their slots, return all of that layer's: two [B, G, S, K]."""
+        """Write a layer's new keys and values to their slots, return all that it has: two [B, G, S, K]."""
         slots = positions_BT[:, None, :, None].expand_as(k_BGTK)
         k_BGSK, v_BGSK = self.k_LBGSK[layer], self.v_LBGSK[layer]
         k_BGSK.scatter_(2, slots, k_BGTK)
@@ -57,9 +59,9 @@ def generate(
 ) -> Tensor:
     """Continue every prompt to `length` tokens, prompt included: int64 [B, length].
 
-    Temperature 0 takes the most probable token, else one is drawn from softmax(logits / temperature). Stopping at an
-    end token is left to the caller, since a step of fixed shape costs the same for all. Raises ValueError if the
-    prompt is empty or longer than `length`.
+    Temperature 0 takes the most probable token, else one is drawn from softmax(logits / temperature).
+    Stopping at an end token is left to the caller, since a step of fixed shape costs the same for all. Raises
+    ValueError if the prompt is empty or longer than `length`.
     """
     batch, prompt = prompt_BT.shape
     if not 1 <= prompt <= length:

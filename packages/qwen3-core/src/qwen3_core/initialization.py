@@ -1,9 +1,9 @@
 """The initial distribution of every parameter, in one place; Transformers' Qwen3 has the same.
 
-| parameter                                                      | distribution                                      |
-|----------------------------------------------------------------|---------------------------------------------------|
-| all norms (input, post-attention, query, key, final)           | 1                                                 |
-| everything else: embedding, head, projections, router, experts | normal, mean 0, std initializer_range (0.02)      |
+| parameter                                               | distribution                                 |
+|---------------------------------------------------------|----------------------------------------------|
+| norms (input, post-attention, query, key, final)        | 1                                            |
+| the rest: embedding, head, projections, router, experts | normal, mean 0, std initializer_range (0.02) |
 
 A tied head is the embedding and drawn once. Nothing is scaled by depth, unlike TorchTitan's Qwen3.
 """

@@ -1,11 +1,12 @@
 """Qwen3 in PyTorch: what is computed, and nothing else.
 
-Embedding, then blocks of attention and MLP (or experts), each on the normalised stream and added to it, then a norm
-and the head. Beside other decoders of its time Qwen3 has a norm on every query and key head, no biases, and a head
-dim that is independent of the hidden size. Parameters have the names of the Hub's checkpoints.
+Embedding, then blocks of attention and MLP (or experts), each on the normalised stream and added to it, then
+a norm and the head. Beside other decoders of its time Qwen3 has a norm on every query and key head, no
+biases, and a head dim that is independent of the hidden size. Parameters have the names of the Hub's
+checkpoints.
 
-B = batch, T = positions, D = hidden size, H = query heads, G = key/value heads, K = head dim, F = MLP hidden size,
-V = vocabulary.
+B = batch, T = positions, D = hidden size, H = query heads, G = key/value heads, K = head dim, F = MLP hidden
+size, V = vocabulary.
 """
 
 from typing import TYPE_CHECKING
@@ -42,7 +43,8 @@ class RMSNorm(nn.Module):
 class GroupedQueryAttention(nn.Module):
     """Attention in which H/G query heads share each key/value head.
 
-    The number of heads is read from the projections, so a layer of which a rank holds some heads works unchanged.
+    The number of heads is read from the projections, so a layer of which a rank holds some heads works
+    unchanged.
     """
 
     def __init__(self, config: Qwen3Config, attention: Attention) -> None:
@@ -168,8 +170,9 @@ class Qwen3ForCausalLM(nn.Module):
         model = Qwen3ForCausalLM(MODELS["debug"])
         model.init_weights()
 
-    `attention` and `experts` are the callables described in attention.py and moe.py. Weights are uninitialised
-    until `init_weights` or `load_state_dict`; under `torch.device("meta")` they take no memory until `to_empty`.
+    `attention` and `experts` are the callables described in attention.py and moe.py. Weights are
+    uninitialised until `init_weights` or `load_state_dict`; under `torch.device("meta")` they take no memory
+    until `to_empty`.
     """
 
     def __init__(
@@ -192,9 +195,10 @@ class Qwen3ForCausalLM(nn.Module):
     ) -> Tensor:
         """Logits of the next token at every position.
 
-        positions_BT (int64) count from the start of each document; a new document starts wherever they do not step
-        by one, and sees nothing of the ones before. Absent, every row is one document. With a `cache`, positions are
-        the slots to fill, and everything up to them is seen. Raises ValueError if T is above the config's maximum.
+        positions_BT (int64) count from the start of each document; a new document starts wherever they do not
+        step by one, and sees nothing of the ones before. Absent, every row is one document. With a `cache`,
+        positions are the slots to fill, and everything up to them is seen. Raises ValueError if T is above
+        the config's maximum.
         """
         return self.lm_head(self.model(tokens_BT, positions_BT, cache))
 

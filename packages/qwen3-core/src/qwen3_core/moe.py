@@ -1,8 +1,8 @@
 """The mixture of experts: route every token to K of E small MLPs, add up what they say.
 
 B = batch, T = tokens, D = model dim, E = experts, K = experts per token, R = T*K rows, F = expert hidden dim.
-Every shape is known beforehand and no Python value depends on the routing: the rows are sorted by expert, and one
-integer per expert says where its rows end.
+Every shape is known beforehand and no Python value depends on the routing: the rows are sorted by expert, and
+one integer per expert says where its rows end.
 """
 
 from collections.abc import Callable
@@ -16,15 +16,16 @@ from qwen3_core.config import Qwen3Config
 
 __all__ = ["Experts", "ExpertsWeights", "MixtureOfExperts", "Router", "grouped_experts"]
 
-# (x_RD, ends_E, gate_EFD, up_EFD, down_EDF) -> y_RD. Rows ends_E[e-1] to ends_E[e] (int32) belong to expert e.
+# (x_RD, ends_E, gate_EFD, up_EFD, down_EDF) -> y_RD. Rows ends_E[e-1] to ends_E[e] (int32) belong to expert
+# e.
 Experts: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Router(nn.Module):
     """x_TD -> (weights_TK, experts_TK): the K most probable experts of every token.
 
-    Scores, softmax and top-k are float32 in every model dtype. In bfloat16 many scores are equal, and which expert
-    wins would then depend on the kernel.
+    Scores, softmax and top-k are float32 in every model dtype. In bfloat16 many scores are equal, and which
+    expert wins would then depend on the kernel.
     """
 
     def __init__(self, config: Qwen3Config) -> None:
@@ -74,7 +75,9 @@ class MixtureOfExperts(nn.Module):
         return (weights_TK[:, None] @ y_TKD).view_as(x_BTD)
 
 
-def grouped_experts(x_RD: Tensor, ends_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
+def grouped_experts(
+    x_RD: Tensor, ends_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor
+) -> Tensor:
     """The experts as three grouped matrix products: one product per expert over its own rows."""
     gate_RF = F.grouped_mm(x_RD, gate_EFD.mT, offs=ends_E)
     up_RF = F.grouped_mm(x_RD, up_EFD.mT, offs=ends_E)

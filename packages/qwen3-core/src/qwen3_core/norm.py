@@ -1,7 +1,8 @@
 """Root-mean-square normalisation with its derivative written out.
 
-Autograd's own keeps the normalised tensor (and, in bfloat16, a float32 copy of the input) for every norm of every
-layer. Here only the input is kept, with one number per row, and there are half as many passes over memory.
+Autograd's own keeps the normalised tensor (and, in bfloat16, a float32 copy of the input) for every norm of
+every layer. Here only the input is kept, with one number per row, and there are half as many passes over
+memory.
 """
 
 from typing import Any
@@ -16,8 +17,8 @@ __all__ = ["rms_norm"]
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """weight * x / sqrt(mean(x²) + eps) over the last dim D, the mean in float32; shape and dtype of x.
 
-    Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467. Rounded to the dtype of x before the weight, as Qwen3 is
-    trained and as Transformers does.
+    Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467. Rounded to the dtype of x before the weight, as
+    Qwen3 is trained and as Transformers does.
     """
     return _RMSNorm.apply(x, weight_D, eps)
 

@@ -1,6 +1,7 @@
 """Rotary position embedding, plain and YaRN, in the half-split convention of the Hub's Qwen3 weights.
 
-B = batch, T = positions, K = head dim. Angles are float32 in every model dtype: bfloat16 cannot count positions.
+B = batch, T = positions, K = head dim. Angles are float32 in every model dtype: bfloat16 cannot count
+positions.
 """
 
 import math
@@ -18,8 +19,8 @@ __all__ = ["RotaryEmbedding", "rotary_frequencies", "rotate"]
 class RotaryEmbedding(nn.Module):
     """positions_BT -> (cos_BTK, sin_BTK).
 
-    The frequencies are a non-persistent buffer which is computed anew at every move: it is right straight after
-    `to_empty`, and float32 after `.to(torch.bfloat16)`.
+    The frequencies are a non-persistent buffer which is computed anew at every move: it is right straight
+    after `to_empty`, and float32 after `.to(torch.bfloat16)`.
     """
 
     inv_freq: Tensor
@@ -49,7 +50,9 @@ def rotate(x_BHTK: Tensor, cos_BTK: Tensor, sin_BTK: Tensor) -> Tensor:
 
 
 def rotary_frequencies(config: Qwen3Config, device: torch.device | None = None) -> Tensor:
-    """Radians per position of each of the K/2 pairs, float32 [K/2]: theta^(-2i/K), with YaRN blended (paper, eq. 23)."""
+    """Radians per position of each of the K/2 pairs, float32 [K/2]: theta^(-2i/K), with YaRN blended (paper,
+    eq. 23).
+    """
     dim = config.head_dim
     even = torch.arange(0, dim, 2, dtype=torch.float32, device=device)
     freq = 1.0 / (config.rope_theta ** (even / dim))
@@ -63,10 +66,14 @@ def rotary_frequencies(config: Qwen3Config, device: torch.device | None = None) 
 
 
 def _ramp_bounds(yarn: Yarn, dim: int, theta: float) -> tuple[float, float]:
-    """The pairs between which interpolation rises from 0 to 1: those that turn beta_fast and beta_slow times."""
+    """The pairs between which interpolation rises from 0 to 1: those that turn beta_fast, beta_slow times."""
 
     def pair_turning(times: float) -> float:
-        return dim * math.log(yarn.original_max_position_embeddings / (times * 2 * math.pi)) / (2 * math.log(theta))
+        return (
+            dim
+            * math.log(yarn.original_max_position_embeddings / (times * 2 * math.pi))
+            / (2 * math.log(theta))
+        )
 
     low, high = pair_turning(yarn.beta_fast), pair_turning(yarn.beta_slow)
     if yarn.truncate:

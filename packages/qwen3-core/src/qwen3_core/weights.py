@@ -3,7 +3,8 @@
     model.load_state_dict(from_hub(load_file("model.safetensors"), config), strict=True)
 
 On disk model.layers.L.mlp.experts.E.gate_proj.weight is [F, D], and so are up_proj and (transposed, [D, F])
-down_proj; in memory model.layers.L.mlp.experts.gate_proj is [E, F, D]. E = experts, F = expert hidden, D = model dim.
+down_proj; in memory model.layers.L.mlp.experts.gate_proj is [E, F, D]. E = experts, F = expert hidden, D =
+model dim.
 """
 
 import re
@@ -22,11 +23,13 @@ _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def from_hub(tensors: Mapping[str, Tensor], config: Qwen3Config) -> dict[str, Tensor]:
-    """A state dict for `load_state_dict(strict=True)` from the tensors of a Hub checkpoint, which stay untouched.
+    """A state dict for `load_state_dict(strict=True)` from the tensors of a Hub checkpoint, which stay
+    untouched.
 
-    Experts are stacked. The copy of the embedding that some tied checkpoints carry as lm_head.weight is dropped if it
-    is equal. Other names pass through, so that strict loading lists what is missing or unexpected. Raises ValueError
-    if a layer lacks experts or has more than the config says, or if a tied model has a head of its own.
+    Experts are stacked. The copy of the embedding that some tied checkpoints carry as lm_head.weight is
+    dropped if it is equal. Other names pass through, so that strict loading lists what is missing or
+    unexpected. Raises ValueError if a layer lacks experts or has more than the config says, or if a tied
+    model has a head of its own.
     """
     out: dict[str, Tensor] = {}
     stacks: dict[str, dict[int, Tensor]] = {}
@@ -39,8 +42,9 @@ def from_hub(tensors: Mapping[str, Tensor], config: Qwen3Config) -> dict[str, Te
         if set(by_expert) != set(range(config.num_experts)):
             missing = sorted(set(range(config.num_experts)) - set(by_expert))
             raise ValueError(
-                f"{name}: found {len(by_expert)} experts, highest {max(by_expert)}; the config says num_experts = "
-                f"{config.num_experts}. Missing: {missing}. Pass the tensors of all shards, or correct the config."
+                f"{name}: found {len(by_expert)} experts, highest {max(by_expert)}; num_experts in the config "
+                f"is {config.num_experts}. Missing: {missing}. Pass the tensors of all shards, or correct the "
+                "config."
             )
         out[name] = torch.stack([by_expert[e] for e in range(config.num_experts)])
     if config.tie_word_embeddings and _HEAD in out and _EMBEDDING in out:
@@ -49,14 +53,17 @@ def from_hub(tensors: Mapping[str, Tensor], config: Qwen3Config) -> dict[str, Te
             same = head.shape == embedding.shape
             apart = (head.float() - embedding.float()).abs().max().item() if same else "shapes differ"
             raise ValueError(
-                f"the config ties the head to the embedding, but {_HEAD} differs from {_EMBEDDING} (max |difference| "
-                f"{apart}). Set tie_word_embeddings to false to keep the head, or delete it from the file."
+                f"the config ties the head to the embedding, but {_HEAD} differs from {_EMBEDDING} "
+                f"(max |difference| {apart}). Set tie_word_embeddings to false to keep the head, or delete it from "
+                "the file."
             )
     return out
 
 
 def to_hub(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The Hub's names for a state dict of this model, experts one by one (views of the stacks; none is copied)."""
+    """The Hub's names for a state dict of this model, experts one by one (views of the stacks; none is
+    copied).
+    """
     out: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if match := _STACK.fullmatch(name):
