@@ -1,9 +1,8 @@
 """Qwen3 in PyTorch: what is computed, and nothing else.
 
 Embedding, then blocks of attention and MLP (or experts), each on the normalised stream and added to it, then
-a norm and the head. Beside other decoders of its time Qwen3 has a norm on every query and key head, no
-biases, and a head dim that is independent of the hidden size. Parameters have the names of the Hub's
-checkpoints.
+a norm and the head. What sets Qwen3 apart: a norm on every query and key head, no biases, and a head dim that
+is independent of the hidden size. Parameters have the names of the Hub's checkpoints.
 
 B = batch, T = positions, D = hidden size, H = query heads, G = key/value heads, K = head dim, F = MLP hidden
 size, V = vocabulary.
@@ -43,18 +42,13 @@ class RMSNorm(nn.Module):
 class GroupedQueryAttention(nn.Module):
     """Attention in which H/G query heads share each key/value head.
 
-    The number of heads is read from the projections, so a layer of which a rank holds some heads works
-    unchanged.
+    The number of heads is read from the projections, so that a rank may hold some of them only.
     """
 
     def __init__(self, config: Qwen3Config, attention: Attention) -> None:
         super().__init__()
-        D, H, G, K = (
-            config.hidden_size,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
+        D, K = config.hidden_size, config.head_dim
+        H, G = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = K
         self.q_proj = nn.Linear(D, H * K, bias=False)
         self.k_proj = nn.Linear(D, G * K, bias=False)
@@ -101,7 +95,6 @@ class Block(nn.Module):
 
     def __init__(self, config: Qwen3Config, layer: int, attention: Attention, experts: Experts) -> None:
         super().__init__()
-        self.layer = layer
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = GroupedQueryAttention(config, attention)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)

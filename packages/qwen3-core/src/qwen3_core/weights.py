@@ -42,9 +42,9 @@ def from_hub(tensors: Mapping[str, Tensor], config: Qwen3Config) -> dict[str, Te
         if set(by_expert) != set(range(config.num_experts)):
             missing = sorted(set(range(config.num_experts)) - set(by_expert))
             raise ValueError(
-                f"{name}: found {len(by_expert)} experts, highest {max(by_expert)}; num_experts in the config "
-                f"is {config.num_experts}. Missing: {missing}. Pass the tensors of all shards, or correct the "
-                "config."
+                f"{name}: found {len(by_expert)} experts, the highest {max(by_expert)}; num_experts of the "
+                f"config is {config.num_experts}. Missing: {missing}. Pass the tensors of all shards, or "
+                "correct the config."
             )
         out[name] = torch.stack([by_expert[e] for e in range(config.num_experts)])
     if config.tie_word_embeddings and _HEAD in out and _EMBEDDING in out:
@@ -54,8 +54,8 @@ def from_hub(tensors: Mapping[str, Tensor], config: Qwen3Config) -> dict[str, Te
             apart = (head.float() - embedding.float()).abs().max().item() if same else "shapes differ"
             raise ValueError(
                 f"the config ties the head to the embedding, but {_HEAD} differs from {_EMBEDDING} "
-                f"(max |difference| {apart}). Set tie_word_embeddings to false to keep the head, or delete it from "
-                "the file."
+                f"(max |difference| {apart}). Set tie_word_embeddings to false to keep the head, or "
+                "delete it from the file."
             )
     return out
 
