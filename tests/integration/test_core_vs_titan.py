@@ -98,9 +98,7 @@ def titan() -> SimpleNamespace:
     )
 
 
-def titan_model(
-    titan: SimpleNamespace, config: Qwen3Config, stock_experts: bool = False
-) -> tuple[nn.Module, Any]:
+def titan_model(titan: SimpleNamespace, config: Qwen3Config, stock_experts: bool = False) -> tuple[Any, Any]:
     """(model, state-dict adapter) of TorchTitan for `config`, weights uninitialised."""
     moe = config.num_experts > 0
     backends = {"attn_backend": "flex"} | ({"moe_comm_backend": "standard"} if moe else {})

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -38,12 +39,13 @@ def tiny_moe(**changes: object) -> Qwen3Config:
     return tiny(**{**EXPERTS, **changes})
 
 
-def hf_config(config: Qwen3Config) -> "transformers.PreTrainedConfig":
+def hf_config(config: Qwen3Config) -> Any:
     cls = transformers.Qwen3MoeConfig if config.num_experts else transformers.Qwen3Config
     return cls(**config.to_hf("transformers-5"))
 
 
-def hf_model(config: Qwen3Config, attention: str = "eager") -> nn.Module:
+def hf_model(config: Qwen3Config, attention: str = "eager") -> Any:
+    """An nn.Module; untyped, since its methods are Transformers' own."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return transformers.AutoModelForCausalLM.from_config(
@@ -51,7 +53,7 @@ def hf_model(config: Qwen3Config, attention: str = "eager") -> nn.Module:
         )
 
 
-def pair(config: Qwen3Config, seed: int = 0) -> tuple[Qwen3ForCausalLM, nn.Module]:
+def pair(config: Qwen3Config, seed: int = 0) -> tuple[Qwen3ForCausalLM, Any]:
     """Ours and Transformers', with equal random weights: far from the initial ones, norms away from 1."""
     ours, theirs = Qwen3ForCausalLM(config), hf_model(config)
     generator = torch.Generator().manual_seed(seed)

@@ -1,5 +1,7 @@
 """The contract: `init_weights` draws from the distribution that Transformers draws from, tensor by tensor."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hf_reference import hf_model, in_memory_names, tiny, tiny_moe
@@ -8,7 +10,9 @@ from qwen3_core import Qwen3Config, Qwen3ForCausalLM, to_hub
 
 @pytest.mark.parametrize("std", [0.02, 0.1])
 @pytest.mark.parametrize("make", [tiny, tiny_moe], ids=["dense", "moe"])
-def test_each_tensor_has_transformers_initial_distribution(make: type[Qwen3Config], std: float) -> None:
+def test_each_tensor_has_transformers_initial_distribution(
+    make: Callable[..., Qwen3Config], std: float
+) -> None:
     config = make(initializer_range=std, vocab_size=2048)
     torch.manual_seed(0)
     theirs = dict(hf_model(config).named_parameters())
@@ -16,8 +20,8 @@ def test_each_tensor_has_transformers_initial_distribution(make: type[Qwen3Confi
     model.init_weights(torch.Generator().manual_seed(1))
     ours = in_memory_names(to_hub(model.state_dict()), config)
     assert set(ours) == set(theirs)
-    for name, reference in theirs.items():
-        mine, reference = ours[name].flatten(), reference.detach().flatten()
+    for name, parameter in theirs.items():
+        mine, reference = ours[name].flatten(), parameter.detach().flatten()
         if name.endswith("norm.weight"):
             assert torch.equal(mine, reference), name
             continue

@@ -13,6 +13,7 @@ from hf_reference import assert_close, hf_model, tiny, tiny_moe
 from qwen3_core import MODELS, Qwen3Config, Qwen3ForCausalLM, Yarn, to_hub
 from qwen3_core.accounting import parameter_shapes
 from qwen3_core.attention import scaled_dot_product_attention
+from qwen3_core.model import GroupedQueryAttention
 from qwen3_core.moe import grouped_experts
 from qwen3_core.rope import rotary_frequencies
 from torch import Tensor, nn
@@ -186,7 +187,14 @@ def test_a_sequence_above_the_rope_maximum_is_an_error_and_below_it_changes_noth
 def test_a_layer_that_holds_half_the_heads_works_unchanged() -> None:
     # What tensor parallelism makes of it: half the rows of q, k, v, half the columns of o; the halves add up.
     model = materialised(tiny())
-    whole = model.model.layers[0].self_attn
+    whole = GroupedQueryAttention(tiny(), scaled_dot_product_attention)
+    whole.load_state_dict(
+        {
+            k.removeprefix("model.layers.0.self_attn."): t
+            for k, t in model.state_dict().items()
+            if ".layers.0.self_attn." in k
+        }
+    )
     x = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(0))
     rotation = model.model.rotary_emb(torch.arange(16)[None], x.dtype)
     parts = []
