@@ -82,6 +82,12 @@ def test_prompts_that_do_not_fit_are_refused() -> None:
     assert torch.equal(generate(model, full, 8), full)
 
 
+def test_a_cache_without_positions_is_refused_since_it_would_overwrite_slot_0() -> None:
+    model, _ = pair(tiny())
+    with pytest.raises(ValueError, match="positions_BT"):
+        model(torch.zeros(1, 1, dtype=torch.long), cache=KVCache(model.config, 1, 8))
+
+
 def test_the_cache_takes_the_bytes_that_accounting_says() -> None:
     for config in CONFIGS:
         cache = KVCache(config, batch=3, length=40, dtype=torch.bfloat16)

@@ -8,7 +8,9 @@ B = batch, T = positions, D = hidden size, H = query heads, G = key/value heads,
 size, V = vocabulary.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
     from qwen3_core.generation import KVCache
 
 __all__ = ["Qwen3ForCausalLM"]
+
+# (k_BGTK, v_BGTK) -> all keys and values so far, of one layer: a KVCache's update.
+KeyValueStore: TypeAlias = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class RMSNorm(nn.Module):
@@ -63,16 +68,15 @@ class GroupedQueryAttention(nn.Module):
         x_BTD: Tensor,
         rotation: tuple[Tensor, Tensor],
         mask_B1TS: Tensor | None,
-        cache: "tuple[KVCache, int, Tensor] | None",
+        store: KeyValueStore | None,
     ) -> Tensor:
         heads = (-1, self.head_dim)
         q_BHTK = self.q_norm(self.q_proj(x_BTD).unflatten(-1, heads)).transpose(1, 2)
         k_BGSK = self.k_norm(self.k_proj(x_BTD).unflatten(-1, heads)).transpose(1, 2)
         v_BGSK = self.v_proj(x_BTD).unflatten(-1, heads).transpose(1, 2)
         q_BHTK, k_BGSK = rotate(q_BHTK, *rotation), rotate(k_BGSK, *rotation)
-        if cache is not None:
-            store, layer, positions_BT = cache
-            k_BGSK, v_BGSK = store.update(layer, positions_BT, k_BGSK, v_BGSK)
+        if store is not None:
+            k_BGSK, v_BGSK = store(k_BGSK, v_BGSK)
         y_BHTK = self._attend(q_BHTK, k_BGSK, v_BGSK, mask_B1TS)
         return self.o_proj(y_BHTK.transpose(1, 2).flatten(-2))
 
@@ -105,9 +109,9 @@ class Block(nn.Module):
         x_BTD: Tensor,
         rotation: tuple[Tensor, Tensor],
         mask_B1TS: Tensor | None = None,
-        cache: "tuple[KVCache, int, Tensor] | None" = None,
+        store: KeyValueStore | None = None,
     ) -> Tensor:
-        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), rotation, mask_B1TS, cache)
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), rotation, mask_B1TS, store)
         return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
 
 
@@ -127,18 +131,21 @@ class Qwen3Model(nn.Module):
     def forward(
         self, tokens_BT: Tensor, positions_BT: Tensor | None = None, cache: "KVCache | None" = None
     ) -> Tensor:
-        length = tokens_BT.shape[1]
+        length, store, mask = tokens_BT.shape[1], None, None
         self._config.check_sequence_length(length)
-        mask = None if positions_BT is None else document_mask(positions_BT)
         if positions_BT is None:
+            if cache is not None:
+                raise ValueError("a cache needs positions_BT: the slots that the tokens go to, [B, T]")
             positions_BT = torch.arange(length, device=tokens_BT.device)[None]
-        if cache is not None:
-            mask = cache_mask(positions_BT, cache.length)
+        else:
+            mask = document_mask(positions_BT) if cache is None else cache_mask(positions_BT, cache.length)
 
         x_BTD = self.embed_tokens(tokens_BT)
         rotation = self.rotary_emb(positions_BT, x_BTD.dtype)
         for layer, block in enumerate(self.layers):
-            x_BTD = block(x_BTD, rotation, mask, None if cache is None else (cache, layer, positions_BT))
+            if cache is not None:
+                store = partial(cache.update, layer, positions_BT)
+            x_BTD = block(x_BTD, rotation, mask, store)
         return self.norm(x_BTD)
 
 
@@ -190,8 +197,8 @@ class Qwen3ForCausalLM(nn.Module):
 
         positions_BT (int64) count from the start of each document; a new document starts wherever they do not
         step by one, and sees nothing of the ones before. Absent, every row is one document. With a `cache`,
-        positions are the slots to fill, and everything up to them is seen. Raises ValueError if T is above
-        the config's maximum.
+        positions are required: the slots to fill; and everything up to them is seen. Raises ValueError if T
+        is above the config's maximum.
         """
         return self.lm_head(self.model(tokens_BT, positions_BT, cache))
 
