@@ -206,3 +206,20 @@ def test_a_layer_that_holds_half_the_heads_works_unchanged() -> None:
         part.o_proj.weight = nn.Parameter(part.o_proj.weight.chunk(2, dim=1)[rank])
         parts.append(part(x, rotation, None, None))
     assert_close("sum over ranks", parts[0] + parts[1], whole(x, rotation, None, None))
+
+
+def test_mlp_and_experts_that_hold_half_the_hidden_size_add_up() -> None:
+    # Tensor parallelism again: half the rows of gate and up, half the columns of down; no rank computes all
+    # of it.
+    x = torch.randn(2, 16, 64, generator=torch.Generator().manual_seed(0))
+    for config in (tiny(), tiny_moe()):
+        whole = materialised(config).get_submodule("model.layers.0.mlp")
+        parts = []
+        for rank in range(2):
+            part = copy.deepcopy(whole)
+            for name, weight in list(part.named_parameters()):
+                if "gate.weight" not in name:  # the router is whole on every rank
+                    dim = -1 if "down_proj" in name else -2
+                    weight.data = weight.data.chunk(2, dim=dim)[rank].contiguous()
+            parts.append(part(x))
+        assert_close("sum over ranks", parts[0] + parts[1], whole(x))
