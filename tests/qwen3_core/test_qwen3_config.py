@@ -205,6 +205,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         without(DENSE, layer_types=["full_attention", "sliding_attention"]),
         "sliding_attention",
     ),
+    "a length of YaRN outside its block": (
+        without(DENSE, original_max_position_embeddings=64),
+        "original_max_position_embeddings = 64",
+    ),
+    "a dtype that is none": (without(DENSE, torch_dtype=16), "dtype = 16"),
     "two dtypes": (without(DENSE, dtype="float32"), "dtype and torch_dtype"),
     "experts in a dense model": (without(DENSE, num_experts=8), "num_experts = 8"),
     "experts without experts": (without(MOE, num_experts=0), "num_experts = 0"),

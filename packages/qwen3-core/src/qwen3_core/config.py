@@ -55,6 +55,7 @@ class Qwen3Config:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mlp_only_layers", tuple(self.mlp_only_layers))
+        object.__setattr__(self, "extra", dict(self.extra))
         for name in SIZES:
             value = getattr(self, name)
             check(name, value, "is an integer >= 1", is_count(value))
@@ -64,6 +65,7 @@ class Qwen3Config:
         for name in ("tie_word_embeddings", "norm_topk_prob"):
             value = getattr(self, name)
             check(name, value, "is true or false", isinstance(value, bool))
+        check("dtype", self.dtype, "is absent or a name", self.dtype is None or isinstance(self.dtype, str))
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         rule = f"divides num_attention_heads ({heads})"
         check("num_key_value_heads", kv_heads, rule, heads % kv_heads == 0)
@@ -71,10 +73,15 @@ class Qwen3Config:
         if self.num_experts:
             self._check_experts()
         else:
-            unused = {"num_experts_per_tok": 0, "moe_intermediate_size": 0, "mlp_only_layers": ()}
+            unused = {
+                "num_experts": 0,
+                "num_experts_per_tok": 0,
+                "moe_intermediate_size": 0,
+                "mlp_only_layers": (),
+            }
             for name, nothing in unused.items():
                 value = getattr(self, name)
-                check(name, value, f"is {nothing!r} in a dense model (num_experts is 0)", value == nothing)
+                check(name, value, f"is {nothing!r} in a dense model", value == nothing)
         known = sorted(KNOWN & set(self.extra))
         check("extra", known, "holds only fields that Qwen3Config does not have", not known)
 

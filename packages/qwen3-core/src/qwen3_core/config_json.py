@@ -52,6 +52,7 @@ _FIXED: dict[str, Any] = {
     "qkv_bias": False,
     "use_qk_norm": True,
     "partial_rotary_factor": 1.0,
+    "original_max_position_embeddings": None,  # it would override the one of YaRN
     "shared_expert_intermediate_size": 0,
 }
 _ARCHITECTURES = {"qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}

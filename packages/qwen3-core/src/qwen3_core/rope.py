@@ -50,30 +50,25 @@ def rotate(x_BHTK: Tensor, cos_BTK: Tensor, sin_BTK: Tensor) -> Tensor:
 
 
 def rotary_frequencies(config: Qwen3Config, device: torch.device | None = None) -> Tensor:
-    """Radians per position of each of the K/2 pairs, float32 [K/2]: theta^(-2i/K), with YaRN blended (paper,
-    eq. 23).
-    """
+    """Radians per position of each pair, float32 [K/2]: theta^(-2i/K), with YaRN blended (its eq. 23)."""
     dim = config.head_dim
     even = torch.arange(0, dim, 2, dtype=torch.float32, device=device)
     freq = 1.0 / (config.rope_theta ** (even / dim))
     if config.rope_scaling is None:
         return freq
     yarn = config.rope_scaling
-    slow, fast = _ramp_bounds(yarn, dim, config.rope_theta)
+    low, high = _ramp_bounds(yarn, dim, config.rope_theta)
     pair = torch.arange(dim // 2, dtype=torch.float32, device=device)
-    interpolated = ((pair - slow) / (fast - slow)).clamp(0, 1)
+    interpolated = ((pair - low) / (high - low)).clamp(0, 1)
     return freq / yarn.factor * interpolated + freq * (1 - interpolated)
 
 
 def _ramp_bounds(yarn: Yarn, dim: int, theta: float) -> tuple[float, float]:
-    """The pairs between which interpolation rises from 0 to 1: those that turn beta_fast, beta_slow times."""
+    """The pairs where interpolation leaves 0 and reaches 1: that turn beta_fast and beta_slow times."""
 
     def pair_turning(times: float) -> float:
-        return (
-            dim
-            * math.log(yarn.original_max_position_embeddings / (times * 2 * math.pi))
-            / (2 * math.log(theta))
-        )
+        wavelength = yarn.original_max_position_embeddings / times
+        return dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
 
     low, high = pair_turning(yarn.beta_fast), pair_turning(yarn.beta_slow)
     if yarn.truncate:
