@@ -54,9 +54,7 @@ class Case(NamedTuple):
 
 CASES = (
     Case("dense", DENSE, 2, 512, ({"attn": "sdpa"}, {"attn": "eager"})),
-    Case(
-        "moe", MOE, 2, 512, ({"attn": "sdpa", "experts": "grouped_mm"}, {"attn": "sdpa", "experts": "eager"})
-    ),
+    Case("moe", MOE, 2, 512, ({"attn": "sdpa", "experts": "grouped_mm"}, {"attn": "sdpa", "experts": "eager"})),
     Case(
         "moe, 128 tokens",
         replace(MOE, num_hidden_layers=2),
@@ -68,9 +66,7 @@ CASES = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="measured rounds, at least 5 (default: 9)")
     parser.add_argument("--out", type=Path, default=Path("outputs/benchmarks/core_vs_transformers.json"))
     options = parser.parse_args()
@@ -80,10 +76,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
 
-    print(
-        f"{'case':16} {'peer':16} {'ms ours':>8} {'ms peer':>8} {'time peer/ours':>17} "
-        f"{'MB ours':>8} {'MB peer':>8}"
-    )
+    print(f"{'case':16} {'peer':16} {'ms ours':>8} {'ms peer':>8} {'time peer/ours':>17} {'MB ours':>8} {'MB peer':>8}")
     rows: list[dict[str, Any]] = []
     for case in CASES:
         for r in measure(case, options.rounds):
@@ -97,9 +90,7 @@ def main() -> None:
     result = {"threads": torch.get_num_threads(), "torch": torch.__version__, "rounds": options.rounds}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     partial = options.out.with_suffix(".tmp")
-    partial.write_text(
-        json.dumps({**result, "transformers": transformers.__version__, "rows": rows}, indent=1)
-    )
+    partial.write_text(json.dumps({**result, "transformers": transformers.__version__, "rows": rows}, indent=1))
     partial.replace(options.out)
 
 

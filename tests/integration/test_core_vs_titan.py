@@ -81,9 +81,7 @@ def titan() -> SimpleNamespace:
         def __init__(self, config: Any) -> None:
             super().__init__()
 
-        def forward(
-            self, q: Tensor, k: Tensor, v: Tensor, *, attention_masks: Tensor, **options: Any
-        ) -> Tensor:
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, *, attention_masks: Tensor, **options: Any) -> Tensor:
             q, k, v = (x.transpose(1, 2) for x in (q, k, v))
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=attention_masks, scale=options["scale"], enable_gqa=options["enable_gqa"]
@@ -233,6 +231,4 @@ def test_the_stock_experts_differ_by_bfloat16_only(titan: Any, record_property: 
     record_property("relative rms error of the logits, tokens without flips", f"{error:.2e}")
     print(f"flipped {int(flipped.sum())} of {flipped.numel()} tokens; rms error of the others {error:.2e}")
     assert flipped.float().mean() < 0.2
-    assert (
-        1e-5 < error < STOCK_BOUND
-    )  # above float32's error, or the stock experts were not what was compared
+    assert 1e-5 < error < STOCK_BOUND  # above float32's error, or the stock experts were not what was compared

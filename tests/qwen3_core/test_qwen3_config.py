@@ -226,9 +226,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("fields", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_is_not_this_model_is_refused_by_field_value_and_rule(
-    fields: dict[str, Any], message: str
-) -> None:
+def test_what_is_not_this_model_is_refused_by_field_value_and_rule(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Qwen3Config.from_hf(fields)
 
@@ -296,9 +294,7 @@ def test_both_styles_say_the_same_in_the_form_asked_for() -> None:
 
 @pytest.mark.parametrize("name", ["4B-Instruct-2507", "30B-A3B"])
 @pytest.mark.parametrize("style", ["transformers-4", "transformers-5"])
-def test_transformers_reads_what_is_written_and_is_read_in_turn(
-    name: str, style: Any, tmp_path: Path
-) -> None:
+def test_transformers_reads_what_is_written_and_is_read_in_turn(name: str, style: Any, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = replace(MODELS[name], rope_scaling=Yarn(4.0, 32768))
     (tmp_path / "config.json").write_text(json.dumps(config.to_hf(style)))

@@ -145,9 +145,7 @@ def model_flops_utilization(
 ) -> float:
     """MFU, from 0 to 1: training FLOPs done in a second over the peak of all devices that took part."""
     if peak_flops_per_second <= 0:
-        raise ValueError(
-            f"peak_flops_per_second is {peak_flops_per_second}; expected the devices' summed peak, > 0"
-        )
+        raise ValueError(f"peak_flops_per_second is {peak_flops_per_second}; expected the devices' summed peak, > 0")
     return tokens_per_second * training_flops_per_token(config, length, causal_factor) / peak_flops_per_second
 
 

@@ -17,9 +17,7 @@ __all__ = ["Attention", "cache_mask", "document_mask", "scaled_dot_product_atten
 Attention: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
-def scaled_dot_product_attention(
-    q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask_B1TS: Tensor | None
-) -> Tensor:
+def scaled_dot_product_attention(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask_B1TS: Tensor | None) -> Tensor:
     """softmax(q kᵀ / √K) v, query head h reading key head h // (H/G), by torch's fused kernel."""
     return F.scaled_dot_product_attention(
         q_BHTK, k_BGSK, v_BGSK, attn_mask=mask_B1TS, is_causal=mask_B1TS is None, enable_gqa=True

@@ -90,9 +90,7 @@ class Qwen3Config:
             value = getattr(self, name)
             check(name, value, "is an integer >= 1 in a mixture of experts", is_count(value))
         top_k = self.num_experts_per_tok
-        check(
-            "num_experts_per_tok", top_k, f"is <= num_experts ({self.num_experts})", top_k <= self.num_experts
-        )
+        check("num_experts_per_tok", top_k, f"is <= num_experts ({self.num_experts})", top_k <= self.num_experts)
         layers = range(self.num_hidden_layers)
         rule = f"lists layers 0 to {self.num_hidden_layers - 1}, each once"
         once = len(set(self.mlp_only_layers)) == len(self.mlp_only_layers)

@@ -38,9 +38,7 @@ class KVCache:
         self.k_LBGSK = torch.zeros(shape, dtype=dtype, device=device)
         self.v_LBGSK = torch.zeros(shape, dtype=dtype, device=device)
 
-    def update(
-        self, layer: int, positions_BT: Tensor, k_BGTK: Tensor, v_BGTK: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, layer: int, positions_BT: Tensor, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
         """Write a layer's new keys and values to their slots, return all that it has: two [B, G, S, K]."""
         slots = positions_BT[:, None, :, None].expand_as(k_BGTK)
         k_BGSK, v_BGSK = self.k_LBGSK[layer], self.v_LBGSK[layer]

@@ -14,9 +14,7 @@ __all__ = ["ExpectedLoss", "expected_random_loss", "token_loss"]
 IGNORE = -100
 
 
-def token_loss(
-    logits_BTV: "Tensor", targets_BT: "Tensor", num_targets: "int | Tensor | None" = None
-) -> "Tensor":
+def token_loss(logits_BTV: "Tensor", targets_BT: "Tensor", num_targets: "int | Tensor | None" = None) -> "Tensor":
     """Summed cross-entropy over the targets that are not -100, divided by `num_targets`; float32 scalar.
 
     `num_targets` is the number of valid targets in the whole optimizer step, over all micro-batches and
@@ -40,9 +38,7 @@ class ExpectedLoss(NamedTuple):
     standard_error: float
 
 
-def expected_random_loss(
-    vocab_size: int, hidden_norm: float, head_std: float, num_tokens: int
-) -> ExpectedLoss:
+def expected_random_loss(vocab_size: int, hidden_norm: float, head_std: float, num_tokens: int) -> ExpectedLoss:
     """Mean cross-entropy of a random model on random targets: ln V + s²/2, where s = hidden_norm head_std.
 
     `hidden_norm` is the norm |h| of a final hidden state, after the last norm. At initialisation, with norm

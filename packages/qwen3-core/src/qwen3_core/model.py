@@ -128,9 +128,7 @@ class Qwen3Model(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config)
 
-    def forward(
-        self, tokens_BT: Tensor, positions_BT: Tensor | None = None, cache: "KVCache | None" = None
-    ) -> Tensor:
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor | None = None, cache: "KVCache | None" = None) -> Tensor:
         length, store, mask = tokens_BT.shape[1], None, None
         self._config.check_sequence_length(length)
         if positions_BT is None:
@@ -190,9 +188,7 @@ class Qwen3ForCausalLM(nn.Module):
         else:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def forward(
-        self, tokens_BT: Tensor, positions_BT: Tensor | None = None, cache: "KVCache | None" = None
-    ) -> Tensor:
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor | None = None, cache: "KVCache | None" = None) -> Tensor:
         """Logits of the next token at every position.
 
         positions_BT (int64) count from the start of each document; a new document starts wherever they do not

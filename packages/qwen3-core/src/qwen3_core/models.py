@@ -13,9 +13,7 @@ from qwen3_core.config import Qwen3Config
 __all__ = ["MODELS"]
 
 
-def _row(
-    hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, tied: bool = False
-) -> Qwen3Config:
+def _row(hidden: int, layers: int, heads: int, kv_heads: int, intermediate: int, tied: bool = False) -> Qwen3Config:
     return Qwen3Config(
         hidden_size=hidden,
         num_hidden_layers=layers,

@@ -74,9 +74,7 @@ class MixtureOfExperts(nn.Module):
         return (weights_TK[:, None] @ y_TKD).view_as(x_BTD)
 
 
-def grouped_experts(
-    x_RD: Tensor, ends_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor
-) -> Tensor:
+def grouped_experts(x_RD: Tensor, ends_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
     """The experts as three grouped matrix products: one product per expert over its own rows.
 
     Of the ways that torch offers on CPU this is the fastest, and it has one shape for any routing. Its fake

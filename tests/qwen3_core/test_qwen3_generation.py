@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from hf_reference import assert_close, pair, tiny, tiny_moe
 from qwen3_core import KVCache, Qwen3Config, Yarn, generate
 from qwen3_core.accounting import kv_cache_bytes
+from qwen3_reference import assert_close, pair, tiny, tiny_moe
 
 CONFIGS = [tiny(), tiny_moe(), tiny(rope_scaling=Yarn(4.0, 64))]
 IDS = ["dense", "moe", "yarn"]

@@ -8,8 +8,8 @@ their descendants use. Positions 0, 1, 17 and 63 are compared separately: positi
 import pytest
 import torch
 import torch.nn.functional as F
-from hf_reference import assert_close, gradients, hf_model, pair, tiny, tiny_moe
 from qwen3_core import Qwen3Config, Yarn
+from qwen3_reference import assert_close, gradients, hf_model, pair, tiny, tiny_moe
 
 YARN = Yarn(factor=4.0, original_max_position_embeddings=64)
 
@@ -22,9 +22,7 @@ CONFIGS = {
     "theta 1e7": tiny(rope_theta=1e7),
     "YaRN": tiny(rope_scaling=YARN),
     "YaRN, all its fields": tiny(
-        rope_scaling=Yarn(
-            2.0, 100, beta_fast=16.0, beta_slow=2.0, mscale=1.0, mscale_all_dim=0.7, truncate=False
-        )
+        rope_scaling=Yarn(2.0, 100, beta_fast=16.0, beta_slow=2.0, mscale=1.0, mscale_all_dim=0.7, truncate=False)
     ),
     "YaRN, attention factor given": tiny(rope_scaling=Yarn(4.0, 64, attention_factor=1.3)),
     "experts": tiny_moe(),
@@ -57,9 +55,7 @@ def test_logits_and_all_gradients_equal_transformers(config: Qwen3Config, batch:
         assert_close(f"gradient of {name}", a, b)
 
 
-@pytest.mark.parametrize(
-    "config", [tiny(), tiny_moe(), tiny(rope_scaling=YARN)], ids=["dense", "moe", "yarn"]
-)
+@pytest.mark.parametrize("config", [tiny(), tiny_moe(), tiny(rope_scaling=YARN)], ids=["dense", "moe", "yarn"])
 def test_packed_documents_equal_transformers_and_each_document_alone(config: Qwen3Config) -> None:
     ours, theirs = pair(config)
     lengths = (1, 23, 40)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from hf_reference import assert_close, tiny_moe
 from qwen3_core import Qwen3Config
 from qwen3_core.moe import MixtureOfExperts, Router, grouped_experts
+from qwen3_reference import assert_close, tiny_moe
 from torch import Tensor
 
 

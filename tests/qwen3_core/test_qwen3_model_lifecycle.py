@@ -9,13 +9,13 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
-from hf_reference import assert_close, hf_model, tiny, tiny_moe
 from qwen3_core import MODELS, Qwen3Config, Qwen3ForCausalLM, Yarn, to_hub
 from qwen3_core.accounting import parameter_shapes
 from qwen3_core.attention import scaled_dot_product_attention
 from qwen3_core.model import GroupedQueryAttention
 from qwen3_core.moe import grouped_experts
 from qwen3_core.rope import rotary_frequencies
+from qwen3_reference import assert_close, hf_model, tiny, tiny_moe
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 
@@ -39,9 +39,7 @@ def test_names_are_those_of_a_hub_checkpoint(config: Qwen3Config) -> None:
     theirs = hf_model(config)
     names = set(to_hub(Qwen3ForCausalLM(config).state_dict()))
     per_expert = set()
-    for name in dict(
-        theirs.named_parameters()
-    ):  # in memory Transformers 5 fuses experts; the Hub has them one by one
+    for name in dict(theirs.named_parameters()):  # in memory Transformers 5 fuses experts; the Hub has them one by one
         if ".experts." in name:
             prefix = name.rpartition(".")[0]
             projections = ["down_proj"] if name.endswith("down_proj") else ["gate_proj", "up_proj"]
@@ -66,9 +64,7 @@ def test_tied_embeddings_survive_to_empty_casts_copies_and_an_optimizer_step() -
         return m.lm_head.weight is m.model.embed_tokens.weight
 
     assert tied(model)
-    assert [n for n, _ in model.named_parameters() if "embed" in n or "head" in n] == [
-        "model.embed_tokens.weight"
-    ]
+    assert [n for n, _ in model.named_parameters() if "embed" in n or "head" in n] == ["model.embed_tokens.weight"]
     before = model.lm_head.weight.detach().clone()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
     F.cross_entropy(model(some_tokens()).flatten(0, 1), some_tokens().flatten()).backward()

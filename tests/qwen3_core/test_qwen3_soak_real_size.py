@@ -1,6 +1,6 @@
 """The contract: Qwen3-4B at its real size, random, in bfloat16 on CPU, has the loss that the formula gives.
 
-About 10 GB and a few minutes, so not part of CI:  pytest -m soak tests/qwen3_core/test_soak_real_size.py
+About 10 GB and a few minutes, so not part of CI:  pytest -m soak tests/qwen3_core/test_qwen3_soak_real_size.py
 """
 
 from pathlib import Path
@@ -27,9 +27,7 @@ def test_qwen3_4b_at_random_has_the_expected_loss() -> None:
     model.init_weights(torch.Generator().manual_seed(0))
     assert sum(p.numel() for p in model.parameters()) == count_parameters(config).total
 
-    tokens, targets = torch.randint(
-        config.vocab_size, (2, 1, TOKENS), generator=torch.Generator().manual_seed(1000)
-    )
+    tokens, targets = torch.randint(config.vocab_size, (2, 1, TOKENS), generator=torch.Generator().manual_seed(1000))
     with torch.no_grad():
         loss = token_loss(model(tokens), targets).item()
     std = model.lm_head.weight[:10000].float().std().item()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_reference import assert_close, hf_model, pair, tiny, tiny_moe, transformers
 from qwen3_core import Qwen3Config, Qwen3ForCausalLM, from_hub, to_hub
+from qwen3_reference import assert_close, hf_model, pair, tiny, tiny_moe, transformers
 from torch import Tensor
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -44,9 +44,7 @@ def test_what_transformers_saves_is_loaded_and_what_we_save_is_loaded_by_it(
     ours, _ = pair(config)
     hub = {name: t.contiguous() for name, t in to_hub(ours.state_dict()).items()}
     safetensors.save_file(hub, tmp_path / "theirs" / "model.safetensors", metadata={"format": "pt"})
-    again = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "theirs", attn_implementation="eager"
-    )
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", attn_implementation="eager")
     assert_close("logits", ours(TOKENS), again(input_ids=TOKENS).logits)
 
 
@@ -61,9 +59,7 @@ def test_a_round_trip_is_bit_exact_and_leaves_its_input_alone(config: Qwen3Confi
 
 
 def test_expert_e_of_the_file_is_index_e_of_the_stack_and_not_transposed() -> None:
-    config = tiny_moe(
-        hidden_size=48, num_attention_heads=2
-    )  # hidden == expert size: only values reveal a transpose
+    config = tiny_moe(hidden_size=48, num_attention_heads=2)  # hidden == expert size: only values reveal a transpose
     hub = hub_tensors(config)
     stacked = from_hub(hub, config)
     for e in range(8):
@@ -124,9 +120,7 @@ def test_a_missing_norm_is_an_error_and_not_ones() -> None:
         load(hub, tiny())
 
 
-@pytest.mark.parametrize(
-    "name", ["model.layers.0.mlp.expert_bias", "model.layers.0.mlp.experts.gate_up_proj_x"]
-)
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.expert_bias", "model.layers.0.mlp.experts.gate_up_proj_x"])
 def test_what_the_model_does_not_have_is_an_error(name: str) -> None:
     with pytest.raises(RuntimeError, match=rf"Unexpected key.*{name}"):
         load({**hub_tensors(tiny_moe()), name: torch.zeros(8)}, tiny_moe())

@@ -4,7 +4,6 @@ from dataclasses import fields
 
 import pytest
 import torch
-from hf_reference import tiny, tiny_moe
 from qwen3_core import MODELS, Qwen3Config, Qwen3ForCausalLM
 from qwen3_core.accounting import (
     ParameterCount,
@@ -14,6 +13,7 @@ from qwen3_core.accounting import (
     model_flops_utilization,
     training_flops_per_token,
 )
+from qwen3_reference import tiny, tiny_moe
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -32,9 +32,7 @@ def plain_attention(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor
     return (q_BHTK @ k.mT).softmax(dim=-1) @ v
 
 
-def first_expert_only(
-    x_RD: Tensor, ends_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor
-) -> Tensor:
+def first_expert_only(x_RD: Tensor, ends_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
     """The products of K experts a token, in a form that the counter knows; which expert costs nothing."""
     return ((x_RD @ gate_EFD[0].T) * (x_RD @ up_EFD[0].T)) @ down_EDF[0].T
 
@@ -104,9 +102,7 @@ def test_flops_equal_those_counted_on_the_module(config: Qwen3Config) -> None:
 def test_the_attention_term_grows_with_length_and_causal_factor() -> None:
     config = MODELS["8B"]
     base = forward_flops_per_token(config, 0)
-    assert base == 2 * (
-        count_parameters(config).non_embedding - count_parameters(config).norms + 151936 * 4096
-    )
+    assert base == 2 * (count_parameters(config).non_embedding - count_parameters(config).norms + 151936 * 4096)
     half, full = (
         forward_flops_per_token(config, 4096),
         forward_flops_per_token(config, 4096, causal_factor=1.0),

@@ -96,6 +96,4 @@ def assert_close(name: str, ours: Tensor, reference: Tensor, bound: float = BOUN
     assert ours.shape == reference.shape, (name, ours.shape, reference.shape)
     assert ours.isfinite().all(), f"{name} is not finite"
     worst, scale = (ours - reference).abs().max().item(), reference.abs().max().item()
-    assert worst <= bound * scale, (
-        f"{name}: max|a-b| = {worst:.3e} = {worst / scale:.2e} max|b|, above {bound:.0e}"
-    )
+    assert worst <= bound * scale, f"{name}: max|a-b| = {worst:.3e} = {worst / scale:.2e} max|b|, above {bound:.0e}"

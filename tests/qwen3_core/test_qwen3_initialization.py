@@ -4,15 +4,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hf_reference import hf_model, in_memory_names, tiny, tiny_moe
 from qwen3_core import Qwen3Config, Qwen3ForCausalLM, to_hub
+from qwen3_reference import hf_model, in_memory_names, tiny, tiny_moe
 
 
 @pytest.mark.parametrize("std", [0.02, 0.1])
 @pytest.mark.parametrize("make", [tiny, tiny_moe], ids=["dense", "moe"])
-def test_each_tensor_has_transformers_initial_distribution(
-    make: Callable[..., Qwen3Config], std: float
-) -> None:
+def test_each_tensor_has_transformers_initial_distribution(make: Callable[..., Qwen3Config], std: float) -> None:
     config = make(initializer_range=std, vocab_size=2048)
     torch.manual_seed(0)
     theirs = dict(hf_model(config).named_parameters())

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from hf_reference import assert_close, tiny, tiny_moe
 from qwen3_core import Qwen3Config, Qwen3ForCausalLM, token_loss
 from qwen3_core.loss import expected_random_loss
+from qwen3_reference import assert_close, tiny, tiny_moe
 from torch import Tensor, nn
 
 TOKENS = 2048

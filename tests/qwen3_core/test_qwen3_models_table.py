@@ -1,9 +1,9 @@
 """The contract: one row for each published Qwen3, with its published sizes and counts."""
 
 import pytest
-from hf_reference import hf_config, transformers
 from qwen3_core import MODELS
 from qwen3_core.accounting import count_parameters
+from qwen3_reference import hf_config, transformers
 
 # Billions, from the model cards: total, without embeddings, and active where there are experts.
 CARDS = {
