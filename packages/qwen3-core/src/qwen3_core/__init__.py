@@ -1,0 +1,44 @@
+"""Every Qwen3, defined once: sizes, configuration, model, accounting.
+
+`MODELS`, `Qwen3Config` and the accounting need no torch and load at once; the names that do are loaded at
+first use.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from qwen3_core.config import Qwen3Config, Yarn
+from qwen3_core.models import MODELS
+
+if TYPE_CHECKING:
+    from qwen3_core.generation import KVCache, generate
+    from qwen3_core.loss import token_loss
+    from qwen3_core.model import Qwen3ForCausalLM
+    from qwen3_core.weights import from_hub, to_hub
+
+__all__ = [
+    "MODELS",
+    "KVCache",
+    "Qwen3Config",
+    "Qwen3ForCausalLM",
+    "Yarn",
+    "from_hub",
+    "generate",
+    "to_hub",
+    "token_loss",
+]
+
+_NEEDS_TORCH = {
+    "KVCache": "generation",
+    "Qwen3ForCausalLM": "model",
+    "from_hub": "weights",
+    "generate": "generation",
+    "to_hub": "weights",
+    "token_loss": "loss",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NEEDS_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_NEEDS_TORCH[name]}"), name)
