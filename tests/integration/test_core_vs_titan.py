@@ -48,11 +48,7 @@ CONFIGS = {
 
 @pytest.fixture(scope="module")
 def titan() -> SimpleNamespace:
-    """TorchTitan's classes, imported after its device is set: it takes CUDA for granted where it finds no
-    device.
-    """
-    utils = pytest.importorskip("torchtitan.tools.utils")
-    utils.device_type, utils.device_module = "cpu", torch.cpu
+    """TorchTitan's classes; conftest.py has set its device."""
     from torchtitan.models.common.moe import GroupedExperts
     from torchtitan.models.qwen3 import qwen3_configs
     from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
