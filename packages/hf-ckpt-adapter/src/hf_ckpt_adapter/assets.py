@@ -1,0 +1,239 @@
+"""The files beside the weights: config, generation config, tokenizer. What they say must fit the tensors.
+
+Sizes come from the tensors. What tensors cannot tell (theta, eps, top-k, tying, dtype) comes from
+`config.json`; where the two overlap and disagree, that is an error and never a choice made in silence.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .mapping import Reading
+from .safetensors_io import parse_json, regular_file
+from .tensors import dtype_named
+
+__all__ = [
+    "ASSETS",
+    "Sizes",
+    "check_config",
+    "config_bytes",
+    "copy_assets",
+    "load_config",
+    "sizes_of",
+    "stored_dtype",
+    "tied",
+]
+
+ASSETS = "assets"
+MAX_CONFIG = 4 << 20
+# Everything that a tokenizer or a chat template may consist of, by the names that transformers reads.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_COPIED = ("generation_config.json", *TOKENIZER_FILES)
+# Facts without which a Qwen3 cannot be run and that no tensor holds.
+_NEEDED = ("rms_norm_eps",)
+_NEEDED_MOE = ("num_experts_per_tok",)
+
+
+def load_config(folder: Path, *, follow_symlinks: bool = False) -> dict[str, Any]:
+    """`config.json` of a folder.
+
+    Raises:
+        FileNotFoundError: there is none. ValueError: it is not a JSON object.
+    """
+    try:
+        path = regular_file(folder, "config.json", follow_symlinks=follow_symlinks)
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"{folder} has no config.json. The tensors cannot tell rope theta, norm eps or top-k: put the "
+            "model's "
+            "config.json there, or name a folder that has it (assets=..., --assets)."
+        ) from None
+    if path.stat().st_size > MAX_CONFIG:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes; a config of up to {MAX_CONFIG} is read")
+    config = parse_json(path.read_bytes(), str(path))
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds a {type(config).__name__}, expected an object")
+    return config
+
+
+def tied(config: Mapping[str, Any]) -> bool:
+    """Whether embedding and head are one matrix. Only the outermost setting counts; absent means untied,
+    as in transformers' Qwen3Config."""
+    return bool(config.get("tie_word_embeddings", False))
+
+
+def stored_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype a config promises, under its new (`dtype`) or old (`torch_dtype`) name.
+
+    Raises:
+        ValueError: the two names are both there and differ, or the word is unknown.
+    """
+    names = [config[key] for key in ("dtype", "torch_dtype") if config.get(key)]
+    found = {dtype_named(str(name)) for name in names}
+    if len(found) > 1:
+        raise ValueError(
+            f"config.json says dtype {config['dtype']!r} and torch_dtype {config['torch_dtype']!r}"
+        )
+    return found.pop() if found else None
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What the tensors say about the architecture; 0 where a model has no such thing."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    num_experts: int
+    moe_intermediate_size: int
+
+
+def sizes_of(reading: Reading) -> Sizes:
+    """Sizes from the shapes of the parts.
+
+    Raises:
+        ValueError: two layers disagree, naming both tensors, or a layer lacks the tensors that tell.
+    """
+    found: dict[str, tuple[int, str]] = {}
+
+    def note(size: str, value: int, part: str) -> None:
+        before = found.setdefault(size, (value, part))
+        if before[0] != value:
+            raise ValueError(f"{size} is {before[0]} by {before[1]!r} and {value} by {part!r}")
+
+    for part, shape in reading.parts.items():
+        leaf = part.rsplit(".", 2)[-2]
+        if leaf in ("embed_tokens", "lm_head"):
+            note("vocab_size", shape[0], part)
+            note("hidden_size", shape[1], part)
+        elif leaf in ("input_layernorm", "post_attention_layernorm", "norm"):
+            note("hidden_size", shape[0], part)
+        elif leaf in ("q_norm", "k_norm"):
+            note("head_dim", shape[0], part)
+        elif leaf in ("q_proj", "k_proj", "v_proj"):
+            note("query rows" if leaf == "q_proj" else "key rows", shape[0], part)
+            note("hidden_size", shape[1], part)
+        elif leaf == "o_proj":
+            note("hidden_size", shape[0], part)
+            note("query rows", shape[1], part)
+        elif leaf == "gate" and part.endswith(".mlp.gate.weight"):
+            note("num_experts", shape[0], part)
+            note("hidden_size", shape[1], part)
+        elif leaf in ("gate_proj", "up_proj", "down_proj"):
+            width = "moe_intermediate_size" if ".experts." in part else "intermediate_size"
+            wide, model = (shape[1], shape[0]) if leaf == "down_proj" else shape
+            note(width, wide, part)
+            note("hidden_size", model, part)
+    sizes = {name: value for name, (value, _) in found.items()}
+    head_dim = sizes.get("head_dim", 0)
+    for rows in ("query rows", "key rows"):
+        if head_dim == 0 or sizes.get(rows, 0) % head_dim:
+            raise ValueError(
+                f"{sizes.get(rows, 0)} {rows} are not a whole number of heads of {head_dim} (from q_norm)"
+            )
+    return Sizes(
+        vocab_size=sizes.get("vocab_size", 0),
+        hidden_size=sizes["hidden_size"],
+        num_hidden_layers=reading.layers,
+        num_attention_heads=sizes["query rows"] // head_dim,
+        num_key_value_heads=sizes["key rows"] // head_dim,
+        head_dim=head_dim,
+        intermediate_size=sizes.get("intermediate_size", 0),
+        num_experts=sizes.get("num_experts", 0),
+        moe_intermediate_size=sizes.get("moe_intermediate_size", 0),
+    )
+
+
+def rope_theta(config: Mapping[str, Any]) -> float | None:
+    """Theta under its old place (`rope_theta`) or its new one (`rope_parameters.rope_theta`)."""
+    nested = config.get("rope_parameters")
+    value = nested.get("rope_theta") if isinstance(nested, Mapping) else None
+    return config.get("rope_theta") if value is None else value
+
+
+def check_config(config: Mapping[str, Any], sizes: Sizes, *, vocab_size: int) -> dict[str, Any]:
+    """The config to publish: `config` with every size filled in from the tensors.
+
+    Args:
+        config: as loaded.
+        sizes: from `sizes_of`.
+        vocab_size: rows of the embedding that will be written (padding already trimmed).
+
+    Raises:
+        ValueError: a size that the config states and the tensors deny, or a fact that is in neither.
+    """
+    told: dict[str, int] = {
+        "vocab_size": vocab_size,
+        "hidden_size": sizes.hidden_size,
+        "num_hidden_layers": sizes.num_hidden_layers,
+        "num_attention_heads": sizes.num_attention_heads,
+        "num_key_value_heads": sizes.num_key_value_heads,
+        "head_dim": sizes.head_dim,
+    }
+    if sizes.intermediate_size:
+        told["intermediate_size"] = sizes.intermediate_size
+    if sizes.num_experts:
+        told["num_experts"] = sizes.num_experts
+        told["moe_intermediate_size"] = sizes.moe_intermediate_size
+    wrong = [
+        f"{name}: config.json says {config[name]!r}, the tensors {value}"
+        for name, value in told.items()
+        if config.get(name, value) != value
+    ]
+    if wrong:
+        raise ValueError("config.json does not describe these tensors: " + "; ".join(wrong))
+    needed = _NEEDED + (_NEEDED_MOE if sizes.num_experts else ())
+    absent = [name for name in needed if config.get(name) is None]
+    if rope_theta(config) is None:
+        absent.append("rope_theta (or rope_parameters.rope_theta)")
+    if absent:
+        raise ValueError(
+            f"config.json lacks {', '.join(absent)}, which the tensors cannot tell and which has no safe "
+            "default"
+        )
+    return {**config, **told}
+
+
+def config_bytes(config: Mapping[str, Any], *, dtype: torch.dtype | None, tie: bool) -> bytes:
+    """`config.json` as published, its dtype (under the names it used) and tying as the tensors now are."""
+    result = dict(config)
+    if dtype is not None:
+        word = str(dtype).removeprefix("torch.")
+        for key in [k for k in ("dtype", "torch_dtype") if k in config] or ["dtype"]:
+            result[key] = word
+    result["tie_word_embeddings"] = tie
+    return (json.dumps(result, indent=2, sort_keys=True) + "\n").encode()
+
+
+def copy_assets(source: Path, out: Path, *, follow_symlinks: bool = False) -> list[str]:
+    """Copy generation config and tokenizer files that `source` has; names of those copied."""
+    copied = []
+    for name in _COPIED:
+        try:
+            path = regular_file(source, name, follow_symlinks=follow_symlinks)
+        except FileNotFoundError:
+            continue
+        shutil.copyfile(path, out / name)
+        copied.append(name)
+    return copied

@@ -1,0 +1,458 @@
+"""Read a torch DCP checkpoint (a TorchTitan `step-N` folder) tensor by tensor, by rows, with no model built.
+
+Two things in such a folder are pickles: `.metadata`, and the small description inside each saved tensor. Both
+are read by `safe_unpickle`, which knows a fixed list of classes and opcodes. Byte items (optimizer groups,
+data loader, trainer state) are pickles of anything, and are never read at all.
+
+A saved tensor chunk is a zip as `torch.save` writes it, stored without compression, so the rows of a chunk
+are read with `pread` straight from its storage record. Checkpoints saved by any number of ranks under any
+sharding are a set of boxes per tensor; a row is put together from the boxes that touch it.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import math
+import os
+import pickle
+import pickletools
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .safetensors_io import pread_exactly, regular_file
+from .tensors import TensorInfo, buffer
+
+__all__ = ["DcpFolder", "is_dcp", "read_metadata", "safe_unpickle"]
+
+METADATA = ".metadata"
+MAX_METADATA = 512 << 20
+MAX_DESCRIPTION = 64 << 10
+# Roots of state that is not the model, as TorchTitan's checkpointer names them
+# (components/checkpointer/base.py).
+NOT_MODEL = ("optimizer", "lr_scheduler", "dataloader", "train_state", "trainer")
+
+# What pickles of plain records of names, numbers, tuples, lists and dicts consist of.
+_OPCODES = """
+    PROTO FRAME STOP MARK MEMOIZE PUT BINPUT LONG_BINPUT GET BINGET LONG_BINGET POP POP_MARK DUP
+    NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG1 FLOAT BINFLOAT LONG
+    UNICODE BINUNICODE SHORT_BINUNICODE STRING BINSTRING SHORT_BINSTRING
+    EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS LIST EMPTY_DICT SETITEM SETITEMS DICT
+    GLOBAL STACK_GLOBAL REDUCE BUILD NEWOBJ BINPERSID
+""".split()  # noqa: SIM905
+
+
+def safe_unpickle(
+    data: bytes,
+    allowed: dict[tuple[str, str], Any],
+    what: str,
+    persistent_load: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Unpickle `data` using only the globals in `allowed` (and torch dtypes).
+
+    Raises:
+        ValueError: naming `what` and the refused class or opcode, or for a broken pickle. Memory stays
+            proportional to `data`: opcodes that reserve more than they bring are refused beforehand.
+    """
+    try:
+        for opcode, argument, position in pickletools.genops(data):
+            if opcode.name not in _OPCODES:
+                raise ValueError(f"opcode {opcode.name} at byte {position}")
+            if opcode.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > len(data):
+                raise ValueError(f"memo index {argument} at byte {position}")
+    except ValueError as error:
+        raise ValueError(f"{what} is not a pickle of the expected kind: {error}. Refused.") from None
+
+    class Reader(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            if (module, name) in allowed:
+                return allowed[module, name]
+            if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+                return getattr(torch, name)
+            raise ValueError(f"{what} wants to load {module}.{name}, which no checkpoint needs. Refused.")
+
+        def persistent_load(self, pid: Any) -> Any:
+            if persistent_load is None:
+                raise ValueError(f"{what} refers to an outside object. Refused.")
+            return persistent_load(pid)
+
+    try:
+        return Reader(io.BytesIO(data)).load()
+    except ValueError:
+        raise
+    except Exception as error:  # a broken pickle can raise anything
+        raise ValueError(f"{what} is broken: {type(error).__name__}: {error}") from None
+
+
+def _path_forgotten(*parts: str) -> str:
+    """Stands in for the pathlib class in `.metadata`: where it was saved is of no use to a reader."""
+    return "/".join(map(str, parts))
+
+
+def _metadata_classes() -> dict[tuple[str, str], Any]:
+    import torch.distributed.checkpoint.filesystem as filesystem
+    import torch.distributed.checkpoint.metadata as metadata
+
+    module = "torch.distributed.checkpoint.metadata"
+    names = (
+        "Metadata BytesStorageMetadata TensorStorageMetadata ChunkStorageMetadata TensorProperties "
+        "MetadataIndex "
+        "StorageMeta _MEM_FORMAT_ENCODING"
+    )
+    allowed: dict[tuple[str, str], Any] = {(module, n): getattr(metadata, n) for n in names.split()}
+    allowed["torch.distributed.checkpoint.filesystem", "_StorageInfo"] = filesystem._StorageInfo
+    allowed["torch", "Size"] = torch.Size
+    allowed["torch.serialization", "_get_layout"] = torch.serialization._get_layout
+    for path in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
+        allowed["pathlib", path] = allowed["pathlib._local", path] = _path_forgotten
+    allowed["collections", "OrderedDict"] = collections.OrderedDict
+    return allowed
+
+
+def is_dcp(folder: Path) -> bool:
+    """Whether `folder` looks like a DCP checkpoint."""
+    return (folder / METADATA).is_file()
+
+
+def read_metadata(folder: Path) -> Any:
+    """The `Metadata` of a DCP folder, read through the allow-list.
+
+    Raises:
+        FileNotFoundError: no `.metadata`: not a checkpoint, or a save that never finished.
+        ValueError: the file is not such a pickle.
+    """
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    if not is_dcp(folder):
+        raise FileNotFoundError(
+            f"{folder} has no {METADATA}: not a DCP checkpoint, or one whose save did not finish"
+        )
+    path = regular_file(folder, METADATA)
+    if path.stat().st_size > MAX_METADATA:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes; up to {MAX_METADATA} are read")
+    metadata = safe_unpickle(path.read_bytes(), _metadata_classes(), str(path))
+    if not isinstance(metadata, Metadata):
+        raise ValueError(f"{path} holds a {type(metadata).__name__}, expected DCP Metadata")
+    return metadata
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A box of a tensor: where it begins, its sizes, and where its `torch.save` zip lies."""
+
+    begin: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """A chunk's storage record: absolute offset, bytes, and how the chunk lies in it (in elements)."""
+
+    offset: int
+    nbytes: int
+    first: int
+    stride: tuple[int, ...]
+    contiguous: bool
+
+
+class _FileWindow(io.RawIOBase):
+    """A read-only window on a file, for zipfile."""
+
+    def __init__(self, descriptor: int, offset: int, length: int) -> None:
+        self._descriptor, self._offset, self._length, self._at = descriptor, offset, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = max(0, offset + (0, self._at, self._length)[whence])
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        left = max(0, self._length - self._at)
+        data = os.pread(self._descriptor, left if size < 0 else min(size, left), self._offset + self._at)
+        self._at += len(data)
+        return data
+
+
+class DcpFolder:
+    """The tensors of a DCP checkpoint, read by rows.
+
+    `tensors` are those that could be model weights; `left_out` counts optimizer, scheduler, loader and
+    trainer entries, `byte_items` names what is pickled and therefore never read.
+
+    Raises (on opening):
+        ValueError: `.metadata` is hostile or contradicts the files, naming file and tensor.
+        FileNotFoundError: a data file is missing.
+    """
+
+    kind = "dcp"
+
+    def __init__(self, folder: Path, *, follow_symlinks: bool = False) -> None:
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+        self.folder = folder
+        self.tensors: dict[str, TensorInfo] = {}
+        self.left_out: dict[str, int] = {}
+        self.byte_items: list[str] = []
+        self.notes: list[str] = []
+        self._files: dict[str, int] = {}
+        self._paths: dict[str, Path] = {}
+        self._chunks: dict[str, list[_Chunk]] = {}
+        self._storages: dict[_Chunk, _Storage] = {}
+        self._dense: tuple[_Chunk, torch.Tensor] | None = None
+        metadata = read_metadata(folder)
+        if not isinstance(metadata.state_dict_metadata, dict) or not isinstance(metadata.storage_data, dict):
+            raise ValueError(f"{folder / METADATA}: state_dict_metadata and storage_data must be dicts")
+        for name, entry in metadata.state_dict_metadata.items():
+            if not isinstance(name, str):
+                raise ValueError(f"{folder / METADATA}: {name!r} is not a name")
+            root = name.split(".", 1)[0]
+            if root in NOT_MODEL:
+                self.left_out[root] = self.left_out.get(root, 0) + 1
+            elif not isinstance(entry, TensorStorageMetadata):
+                self.byte_items.append(name)
+            else:
+                self._add(name, entry, metadata.storage_data, follow_symlinks)
+        if self.byte_items:
+            self.left_out["byte items"] = len(self.byte_items)
+
+    def _add(self, name: str, entry: Any, storage: dict[Any, Any], follow_symlinks: bool) -> None:
+        from torch.distributed.checkpoint.metadata import MetadataIndex
+
+        where = f"{self.folder / METADATA}: tensor {name!r}"
+        shape, dtype = tuple(entry.size), entry.properties.dtype
+        if not isinstance(dtype, torch.dtype) or not all(isinstance(s, int) and s >= 0 for s in shape):
+            raise ValueError(f"{where} has dtype {dtype!r} and shape {shape}; expected a dtype and sizes")
+        chunks = []
+        for chunk in entry.chunks:
+            begin, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+            inside = len(begin) == len(sizes) == len(shape) and all(
+                min(b, n) >= 0 and b + n <= s for b, n, s in zip(begin, sizes, shape, strict=True)
+            )
+            if not inside:
+                raise ValueError(f"{where}: chunk {begin}+{sizes} is not inside shape {shape}")
+            info = storage.get(MetadataIndex(name, begin))
+            if info is None:
+                raise ValueError(f"{where}: no storage is recorded for the chunk at {begin}")
+            if getattr(info, "transform_descriptors", None):
+                raise ValueError(
+                    f"{where} was saved through {info.transform_descriptors}; only plain DCP files can be "
+                    "read"
+                )
+            file, offset, length = info.relative_path, info.offset, info.length
+            if not (isinstance(file, str) and isinstance(offset, int) and isinstance(length, int)):
+                raise ValueError(f"{where}: its storage record {info!r} is malformed")
+            if file not in self._paths:
+                self._paths[file] = regular_file(self.folder, file, follow_symlinks=follow_symlinks)
+            if offset < 0 or length < 0 or offset + length > self._paths[file].stat().st_size:
+                raise ValueError(
+                    f"{where}: bytes {offset}..{offset + length} are past the end of {file} "
+                    f"({self._paths[file].stat().st_size} bytes); truncated?"
+                )
+            if math.prod(sizes):
+                chunks.append(_Chunk(begin, sizes, file, offset, length))
+        if sum(math.prod(c.sizes) for c in chunks) != math.prod(shape):
+            raise ValueError(
+                f"{where}: its chunks do not add up to shape {shape}; a rank's file may be missing"
+            )
+        chunks.sort(key=lambda c: c.begin)
+        for i, chunk in enumerate(chunks):
+            for other in chunks[i + 1 :]:
+                if shape and other.begin[0] >= chunk.begin[0] + chunk.sizes[0]:
+                    break
+                if all(
+                    b < ob + on and ob < b + n
+                    for b, n, ob, on in zip(chunk.begin, chunk.sizes, other.begin, other.sizes, strict=True)
+                ):
+                    raise ValueError(f"{where}: the chunks at {chunk.begin} and {other.begin} overlap")
+        self.tensors[name] = TensorInfo(
+            dtype, shape, chunks[0].file if len(chunks) == 1 else f"{len(chunks)} chunks"
+        )
+        self._chunks[name] = chunks
+
+    def same_bytes(self, name: str, other: str) -> bool:
+        """Whether two tensors are one region of the files: a tie that was saved as such."""
+        return self.tensors[name] == self.tensors[other] and self._chunks[name] == self._chunks[other]
+
+    def _descriptor(self, file: str) -> int:
+        if file not in self._files:
+            self._files[file] = os.open(self._paths[file], os.O_RDONLY | os.O_CLOEXEC)
+        return self._files[file]
+
+    def _storage(self, chunk: _Chunk, name: str) -> _Storage:
+        if chunk not in self._storages:
+            self._storages[chunk] = self._open_chunk(chunk, name)
+        return self._storages[chunk]
+
+    def _open_chunk(self, chunk: _Chunk, name: str) -> _Storage:
+        """Find the storage record in a chunk's zip and check that it can hold the chunk."""
+        where = f"{self._paths[chunk.file]}: tensor {name!r}, chunk at {chunk.begin}"
+        descriptor, dtype = self._descriptor(chunk.file), self.tensors[name].dtype
+        try:
+            with zipfile.ZipFile(_FileWindow(descriptor, chunk.offset, chunk.length)) as archive:
+                members = {m.filename.split("/", 1)[-1]: m for m in archive.infolist()}
+                description = members["data.pkl"]
+                if description.file_size > MAX_DESCRIPTION or "data/0" not in members:
+                    raise ValueError("not one saved tensor")
+                if "byteorder" in members and archive.read(members["byteorder"])[:16] != b"little":
+                    raise ValueError("saved on a big-endian machine")
+                saved = safe_unpickle(
+                    archive.read(description), _tensor_classes(), where, lambda pid: ("storage", *pid)
+                )
+                record = members["data/0"]
+                header = os.pread(descriptor, 30, chunk.offset + record.header_offset)
+        except (zipfile.BadZipFile, KeyError, OSError, NotImplementedError) as error:
+            raise ValueError(f"{where}: not a tensor that torch.save wrote: {error}") from None
+        _, first, size, stride, saved_dtype = saved
+        begin = (
+            record.header_offset
+            + 30
+            + int.from_bytes(header[26:28], "little")
+            + int.from_bytes(header[28:30], "little")
+        )
+        last = first + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+        if (
+            record.compress_type != zipfile.ZIP_STORED
+            or header[:4] != b"PK\3\4"
+            or begin + record.file_size > chunk.length
+            or tuple(size) != chunk.sizes
+            or saved_dtype != dtype
+            or first < 0
+            or min(stride, default=0) < 0
+            or (last + 1) * dtype.itemsize > record.file_size
+        ):
+            raise ValueError(
+                f"{where}: saved as {saved_dtype} {list(size)} in {record.file_size} bytes; the metadata "
+                f"says {dtype} "
+                f"{list(chunk.sizes)}"
+            )
+        dense, step = True, 1
+        for n, s in zip(reversed(size), reversed(stride), strict=True):
+            dense, step = dense and (s == step or n == 1), step * n
+        return _Storage(chunk.offset + begin, record.file_size, first, tuple(stride), dense)
+
+    def read_rows(self, name: str, row: int, out: memoryview) -> None:
+        info = self.tensors[name]
+        if not info.row_bytes:
+            return
+        rows = len(out) // info.row_bytes
+        if len(info.shape) > 3:
+            raise ValueError(f"{name!r} has {len(info.shape)} dimensions; up to 3 can be read by rows")
+        inner, cols = info.shape[-2:] if len(info.shape) > 1 else (math.prod(info.shape), 1)
+        for chunk in self._chunks[name]:
+            begin, sizes = _three(chunk.begin, 0), _three(chunk.sizes, 1)
+            whole = begin[1] == 0 and sizes[1] == inner
+            # Rows [low, high) of the flattened tensor that this box holds, as one range or one per leading
+            # index.
+            ranges = (
+                [(begin[0] * inner, (begin[0] + sizes[0]) * inner, 0)]
+                if whole
+                else [
+                    (
+                        (begin[0] + e) * inner + begin[1],
+                        (begin[0] + e) * inner + begin[1] + sizes[1],
+                        e * sizes[1],
+                    )
+                    for e in range(
+                        max(0, row // inner - begin[0]),
+                        min(sizes[0], (row + rows - 1) // inner - begin[0] + 1),
+                    )
+                ]
+            )
+            for low, high, local in ranges:
+                first, last = max(low, row), min(high, row + rows)
+                if first < last:
+                    target = out[(first - row) * info.row_bytes : (last - row) * info.row_bytes]
+                    self._read_box(
+                        name, chunk, local + first - low, last - first, begin[2], sizes[2], cols, target
+                    )
+
+    def _read_box(
+        self,
+        name: str,
+        chunk: _Chunk,
+        local: int,
+        rows: int,
+        col: int,
+        width: int,
+        cols: int,
+        out: memoryview,
+    ) -> None:
+        """Rows [local, local + rows) of a box, put at columns [col, col + width) of `out`."""
+        storage, dtype = self._storage(chunk, name), self.tensors[name].dtype
+        what = f"{self._paths[chunk.file]}: tensor {name!r}"
+        if storage.contiguous:
+            offset = storage.offset + (storage.first + local * width) * dtype.itemsize
+            if width == cols:
+                pread_exactly(self._descriptor(chunk.file), out, offset, what)
+                return
+            data, box = buffer(dtype, (rows, width))
+            pread_exactly(self._descriptor(chunk.file), data, offset, what)
+        else:
+            box = self._densified(name, chunk, storage).reshape(-1, width)[local : local + rows]
+        torch.frombuffer(out, dtype=dtype).view(rows, cols)[:, col : col + width] = box
+
+    def _densified(self, name: str, chunk: _Chunk, storage: _Storage) -> torch.Tensor:
+        """A chunk that was saved transposed, read whole; the latest is kept, as its rows are asked for in
+        turn."""
+        if self._dense is None or self._dense[0] is not chunk:
+            dtype = self.tensors[name].dtype
+            data, flat = buffer(dtype, (storage.nbytes // dtype.itemsize,))
+            pread_exactly(self._descriptor(chunk.file), data, storage.offset, f"{chunk.file}: {name!r}")
+            view = torch.as_strided(flat, chunk.sizes, storage.stride, storage.first)
+            self._dense = (chunk, view.contiguous())
+        return self._dense[1]
+
+    def close(self) -> None:
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+
+
+def _three(values: tuple[int, ...], fill: int) -> tuple[int, int, int]:
+    """Offsets or sizes as (leading, row, column), for tensors of one to three dimensions."""
+    if len(values) == 0:
+        return (fill, fill, fill)
+    if len(values) == 1:
+        return (fill, values[0], fill)
+    return (fill,) * (3 - len(values)) + values if len(values) <= 3 else values[-3:]  # type: ignore[return-value]
+
+
+def _tensor_classes() -> dict[tuple[str, str], Any]:
+    """What the description of a saved tensor may name; tensors are described, not built."""
+
+    def rebuild(storage: Any, first: int, size: Any, stride: Any, *rest: Any) -> tuple[Any, ...]:
+        return storage, first, tuple(size), tuple(stride), storage[2]
+
+    def rebuild_v3(storage: Any, first: int, size: Any, stride: Any, *rest: Any) -> tuple[Any, ...]:
+        return storage, first, tuple(size), tuple(stride), rest[2]
+
+    allowed: dict[tuple[str, str], Any] = {
+        ("torch._utils", "_rebuild_tensor_v2"): rebuild,
+        ("torch._utils", "_rebuild_tensor_v3"): rebuild_v3,
+        ("collections", "OrderedDict"): collections.OrderedDict,
+        ("torch.storage", "UntypedStorage"): None,
+        ("torch", "Size"): torch.Size,
+    }
+    storages = {
+        "Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16,
+        "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8,
+        "Byte": torch.uint8, "Bool": torch.bool,
+    }  # fmt: skip
+    allowed.update({("torch", f"{name}Storage"): dtype for name, dtype in storages.items()})
+    return allowed

@@ -1,0 +1,296 @@
+"""What to read and what to write: a conversion as data, made from names and shapes before a byte is read.
+
+Everything that can be refused is refused here: unknown or missing tensors, a config that does not fit,
+experts that are not all there. Then `convert.py` only moves rows.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .assets import Sizes, check_config, sizes_of, stored_dtype, tied
+from .mapping import SPELLINGS, Layout, Op, Piece, Reading, Target, missing_parts, read_names, write_names
+from .tensors import TensorInfo, TensorSource
+
+__all__ = ["Options", "Output", "Plan", "Read", "make_plan"]
+
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# The most rows that rounding a vocabulary up for tensor parallelism adds; more is not padding but a wrong
+# config.
+MAX_PADDING = 1024
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to convert. Every field is a flag of `hf-ckpt convert`.
+
+    dtype: cast floating tensors to this; None keeps the config's dtype on export and the stored one on
+        import.
+    experts: `per-expert`, `fused` or `as-source`, for a Hub folder.
+    head: tied models: `omit` lm_head (as the config implies) or `write` it too.
+    on_untied: tied by the config, but embedding and head differ: `fail`, `untie` (keep both, config says
+        untied) or `drop` the head.
+    allow_missing_head: accept a backbone without lm_head whose config is untied.
+    fit_config: take sizes from the tensors where the config disagrees, instead of refusing.
+    max_shard_bytes: largest output file, unless one tensor alone is larger.
+    pad_vocab_to: round the vocabulary up to a multiple of this, with zero rows (import).
+    """
+
+    dtype: torch.dtype | None = None
+    experts: str = "per-expert"
+    head: str = "omit"
+    on_untied: str = "fail"
+    allow_missing_head: bool = False
+    fit_config: bool = False
+    max_shard_bytes: int = 5_000_000_000
+    pad_vocab_to: int = 1
+
+
+@dataclass(frozen=True)
+class Read:
+    """The next `rows` rows: of stored tensor `tensor` from `row` on, or zeros when `tensor` is None."""
+
+    tensor: str | None
+    row: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor to write, and the reads that fill it. `witness` are reads of the same rows that must be
+    equal."""
+
+    name: str
+    info: TensorInfo
+    stored: torch.dtype
+    reads: tuple[Read, ...]
+    witness: tuple[Read, ...] = ()
+
+
+@dataclass
+class Plan:
+    """A whole conversion. `aliases` are names that share another output's bytes (a tied head in DCP)."""
+
+    layout: Layout
+    outputs: list[Output]
+    config: dict[str, Any]
+    tie: bool
+    dtype: torch.dtype | None
+    reading: Reading
+    sizes: Sizes
+    aliases: dict[str, str] = field(default_factory=dict)
+    trimmed: dict[str, int] = field(default_factory=dict)
+    cast: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def refuse_unexpected(reading: Reading) -> None:
+    if not reading.unexpected:
+        return
+    known = [s.name for s in SPELLINGS]
+    shown = []
+    for name in reading.unexpected[:5]:
+        near = difflib.get_close_matches(name, known, 1, 0.4)
+        shown.append(f"{name!r}" + (f" (nearest known: {near[0]!r})" if near else ""))
+    raise ValueError(
+        f"{len(reading.unexpected)} tensors that a Qwen3 ({reading.dialect} names) does not have: "
+        f"{', '.join(shown)}"
+    )
+
+
+def _target_dtype(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """Only floating tensors are cast."""
+    return wanted if wanted is not None and stored.is_floating_point else stored
+
+
+def _resolve(target: Target, reading: Reading) -> tuple[Read, ...]:
+    """Turn pieces of parts into reads of stored tensors, neighbouring reads merged."""
+    reads: list[Read] = []
+
+    def add(tensor: str | None, row: int, rows: int) -> None:
+        last = reads[-1] if reads else None
+        if last and last.tensor == tensor and (tensor is None or last.row + last.rows == row):
+            reads[-1] = Read(tensor, last.row, last.rows + rows)
+        elif rows:
+            reads.append(Read(tensor, row, rows))
+
+    for piece in target.pieces:
+        if piece.part is None:
+            add(None, 0, piece.rows)
+            continue
+        row, left = piece.row, piece.rows
+        for run in reading.runs[piece.part]:
+            if left and run.part_row <= row < run.part_row + run.rows:
+                take = min(left, run.part_row + run.rows - row)
+                add(run.tensor, run.row + row - run.part_row, take)
+                row, left = row + take, left - take
+        assert left == 0, (target.name, piece, reading.runs[piece.part])
+    return tuple(reads)
+
+
+def _check_layers(config: Mapping[str, Any], reading: Reading) -> None:
+    """Which layers are MoE, by the config's rule and by the tensors."""
+    count = config.get("num_experts") or 0
+    step, dense = config.get("decoder_sparse_step") or 1, set(config.get("mlp_only_layers") or ())
+    moe = config.get("model_type", "qwen3_moe" if count else "qwen3") == "qwen3_moe" and count > 0
+    for layer in range(reading.layers):
+        by_config = moe and layer not in dense and (layer + 1) % step == 0
+        by_tensors = f"model.layers.{layer}.mlp.gate.weight" in reading.parts or layer in reading.experts
+        if by_config != by_tensors:
+            words = ("dense", "mixture-of-experts")
+            raise ValueError(
+                f"layer {layer} is {words[by_tensors]} by its tensors and {words[by_config]} by config.json "
+                f"(model_type {config.get('model_type')!r}, num_experts {count})"
+            )
+    types = config.get("layer_types")
+    if types is not None and len(types) != reading.layers:
+        raise ValueError(f"config.json lists {len(types)} layer_types for {reading.layers} layers")
+
+
+def fit_config(config: Mapping[str, Any], sizes: Sizes, layers: int, vocab_size: int) -> dict[str, Any]:
+    """`config` with every size replaced by what the tensors say; `layer_types` repeated when all are one
+    kind."""
+    moe = sizes.num_experts > 0
+    told = {k: v for k, v in vars(sizes).items() if v}
+    result = {**config, **told, "vocab_size": vocab_size, "model_type": "qwen3_moe" if moe else "qwen3"}
+    types = config.get("layer_types")
+    if types and len(set(types)) == 1:
+        result["layer_types"] = [types[0]] * layers
+    return result
+
+
+def make_plan(source: TensorSource, config: Mapping[str, Any], layout: Layout, options: Options) -> Plan:
+    """Work out a conversion.
+
+    Args:
+        source: what is read; only its names, shapes and dtypes are used here.
+        config: the model's `config.json`.
+        layout: what is written.
+
+    Raises:
+        ValueError: tensors unknown, missing, doubled, of wrong shape, or in contradiction with the config.
+    """
+    tensors = source.tensors
+    reading = read_names({name: info.shape for name, info in tensors.items()})
+    refuse_unexpected(reading)
+    parts, notes = dict(reading.parts), list(getattr(source, "notes", ()))
+    tie = tied(config)
+    to_hub = layout in (Layout.PER_EXPERT, Layout.FUSED)
+
+    # Ties: after this, `parts` has what is to be written under its own bytes, `alias` what shares bytes.
+    witness_of: dict[str, str] = {}
+    alias_head = False
+    if tie and HEAD in parts and EMBED in parts:
+        if parts[HEAD] != parts[EMBED]:
+            raise ValueError(
+                f"config.json ties the head, but lm_head is {list(parts[HEAD])} and the embedding "
+                f"{list(parts[EMBED])}"
+            )
+        if options.on_untied == "untie":
+            tie = False
+        elif options.on_untied == "fail":
+            witness_of[EMBED] = HEAD
+    elif tie and HEAD in parts:
+        parts[EMBED] = parts[HEAD]
+        reading.runs[EMBED] = reading.runs[HEAD]
+        notes.append("the embedding is absent; taken from the tied lm_head")
+    if tie:
+        parts.pop(HEAD, None)
+        alias_head = not to_hub
+        if to_hub and options.head == "write" and EMBED in parts:
+            parts[HEAD] = parts[EMBED]
+            reading.runs[HEAD] = reading.runs[EMBED]
+
+    counts = {int(p.split(".")[5]) for p in parts if ".mlp.experts." in p}
+    experts = max((shape[0] for p, shape in parts.items() if p.endswith(".mlp.gate.weight")), default=0)
+    if counts and max(counts) >= experts:
+        raise ValueError(f"the router has {experts} rows but an expert {max(counts)} exists")
+    missing = missing_parts(
+        Reading(parts=parts, experts=reading.experts), layers=reading.layers, experts=experts, tied=tie
+    )
+    if missing == [HEAD]:
+        if not options.allow_missing_head:
+            raise ValueError(
+                "this is a backbone without its head: lm_head.weight is absent and config.json does not tie "
+                "it to "
+                "the embedding. Allow it (allow_missing_head, --allow-missing-head) if that is meant."
+            )
+    elif missing:
+        raise ValueError(
+            f"{len(missing)} tensors are missing: "
+            f"{', '.join(map(repr, missing[:5]))}{' ...' if len(missing) > 5 else ''}"
+        )
+    empty = [part for part, shape in parts.items() if 0 in shape]
+    if empty:
+        raise ValueError(f"{empty[0]!r} has shape {list(parts[empty[0]])}: nothing in it")
+    sizes = sizes_of(Reading(parts=parts))
+
+    # Vocabulary: trimmed to the config's size, padded to a multiple.
+    vocab = sizes.vocab_size
+    stated = config.get("vocab_size", vocab)
+    trimmed: dict[str, int] = {}
+    if isinstance(stated, int) and 0 < vocab - stated < MAX_PADDING and not options.fit_config:
+        vocab = stated
+        trimmed = {p: sizes.vocab_size - stated for p in (EMBED, HEAD) if p in parts}
+    padded = math.ceil(vocab / options.pad_vocab_to) * options.pad_vocab_to
+    for part in (EMBED, HEAD):
+        if part in parts:
+            parts[part] = (padded, *parts[part][1:])
+
+    full = fit_config(config, sizes, reading.layers, vocab) if options.fit_config else dict(config)
+    full = check_config(full, sizes, vocab_size=vocab)
+    _check_layers(full, reading)
+    full.setdefault("model_type", "qwen3_moe" if sizes.num_experts else "qwen3")
+    full.setdefault("architectures", ["Qwen3MoeForCausalLM" if sizes.num_experts else "Qwen3ForCausalLM"])
+
+    wanted = options.dtype or (stored_dtype(config) if to_hub else None)
+    expert_layouts = None
+    if options.experts == "as-source":
+        expert_layouts = {
+            n: "fused" if kind == "fused" else "per-expert" for n, kind in reading.experts.items()
+        }
+    plan = Plan(layout, [], full, tie, wanted, reading, sizes, trimmed=trimmed, notes=notes)
+    for target in write_names(parts, layout, expert_layouts=expert_layouts):
+        part = target.pieces[0].part or ""
+        if part in (EMBED, HEAD):
+            head_rows = Piece(part, 0, min(vocab, target.shape[0]))
+            pieces = (head_rows, Piece(None, 0, target.shape[0] - vocab))
+            target = Target(target.name, target.shape, pieces)
+        reads = _resolve(target, reading)
+        dtypes = {tensors[r.tensor].dtype for r in reads if r.tensor is not None}
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"{target.name!r} joins tensors of {' and '.join(sorted(map(str, dtypes)))}; choose one with "
+                "dtype"
+            )
+        stored = dtypes.pop()
+        info = TensorInfo(_target_dtype(stored, wanted), target.shape)
+        if info.dtype != stored:
+            key = f"{str(stored)[6:]} -> {str(info.dtype)[6:]}"
+            plan.cast[key] = plan.cast.get(key, 0) + 1
+        witness: tuple[Read, ...] = ()
+        if part in witness_of and not _same_place(source, reading, part, witness_of[part]):
+            twin = Target(
+                target.name, target.shape, (Piece(witness_of[part], 0, min(vocab, target.shape[0])),)
+            )
+            witness = _resolve(twin, reading)
+        plan.outputs.append(Output(target.name, info, stored, reads, witness))
+        if part == EMBED and alias_head:
+            head = next(
+                s.name for s in SPELLINGS if layout in s.layouts and s.op is Op.RENAME and s.parts == (HEAD,)
+            )
+            plan.aliases[("model." if layout is Layout.BACKEND else "") + head] = target.name
+    return plan
+
+
+def _same_place(source: TensorSource, reading: Reading, part: str, twin: str) -> bool:
+    """Whether a tied pair was stored as one region, so that there is nothing to compare."""
+    same = getattr(source, "same_bytes", None)
+    ours, theirs = reading.runs[part], reading.runs[twin]
+    return same is not None and len(ours) == len(theirs) == 1 and same(ours[0].tensor, theirs[0].tensor)

@@ -1,0 +1,78 @@
+"""What a conversion did, for people (`summary`) and for scripts (`to_json`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Report"]
+
+
+@dataclass
+class Report:
+    """Counts and names of everything that was read, written, changed or left behind.
+
+    Bytes are tensor bytes. `missing` and `unexpected` are part names and stored names; a strict conversion
+    (the default) raises instead of returning them. `left_out` counts state that is not weights, by kind.
+    """
+
+    source: str = ""
+    out: str = ""
+    layout: str = ""
+    dtype: str = ""
+    tensors_read: int = 0
+    tensors_written: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    bytes_resumed: int = 0
+    files: list[str] = field(default_factory=list)
+    cast: dict[str, int] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)
+    trimmed: dict[str, int] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    left_out: dict[str, int] = field(default_factory=dict)
+    side_state: dict[str, float] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def to_json(self) -> str:
+        """All fields as one JSON object."""
+        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True)
+
+    def summary(self) -> str:
+        """A few lines that say what happened, warnings last."""
+        speed = f", {_size(self.bytes_written / self.seconds)}/s" if self.seconds > 0 else ""
+        lines = [
+            f"{self.source} -> {self.out}",
+            f"  {self.tensors_read} tensors read, {self.tensors_written} written as {self.layout} in "
+            f"{self.dtype}: "
+            f"{_size(self.bytes_written)} in {len(self.files)} file(s), {self.seconds:.1f} s{speed}",
+        ]
+        if self.bytes_resumed:
+            lines.append(f"  resumed: {_size(self.bytes_resumed)} were already there")
+        lines += [f"  cast: {n} tensors {what}" for what, n in self.cast.items()]
+        lines += [f"  trimmed: {n} padding rows of {name}" for name, n in self.trimmed.items()]
+        if self.dropped:
+            lines.append(f"  dropped: {len(self.dropped)} ({', '.join(self.dropped[:3])})")
+        if self.left_out:
+            lines.append("  left out, not weights: " + _counts(self.left_out))
+        if self.side_state:
+            lines.append(f"  native-only state in a side file: {len(self.side_state)} tensors")
+        return "\n".join(lines + [f"  warning: {w}" for w in self.warnings])
+
+
+def _counts(counts: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} ({n} entries)" for name, n in sorted(counts.items()))
+
+
+def _size(count: float) -> str:
+    """Bytes for people: 1.19 GB."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.2f} GB"

@@ -1,0 +1,395 @@
+"""Read and write safetensors, trusting nothing in a file that is read.
+
+Reading uses `pread` instead of a memory map, so that pages read once do not count as ours and a truncated
+file is an error and not a bus error. Every header is checked before a byte of data is used: see
+`read_header`. Writing streams: the header is known beforehand, the data follows in order, nothing is sought
+back.
+
+Format: https://huggingface.co/docs/safetensors (8-byte little-endian header length, JSON header, data).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import stat
+import struct
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from .tensors import DTYPE_NAMES, DTYPES, TensorInfo
+
+__all__ = [
+    "INDEX_NAME",
+    "SafetensorsFolder",
+    "ShardWriter",
+    "header_bytes",
+    "index_bytes",
+    "read_header",
+    "regular_file",
+    "shard_names",
+    "split_shards",
+]
+
+INDEX_NAME = "model.safetensors.index.json"
+# The reference implementation allows 100 MB; 16 MiB hold about 130,000 tensors in one file, and parsing JSON
+# costs up to ten times its size in memory.
+MAX_HEADER = 16 << 20
+MAX_INDEX = 64 << 20
+MAX_DIMS = 16
+
+
+def regular_file(folder: Path, name: str, *, follow_symlinks: bool = False) -> Path:
+    """`folder/name` after checking that it is a plain name of a regular file that lies in `folder`.
+
+    A Hugging Face cache snapshot (`models--x/snapshots/rev`) may link into its own `models--x/blobs`. Other
+    links out of the folder need `follow_symlinks`.
+
+    Raises:
+        ValueError: a path instead of a name, a link out, or something that is not a file.
+        FileNotFoundError: no such file.
+    """
+    if not name or name in (".", "..") or any(c in name for c in "/\\\0"):
+        raise ValueError(f"{folder}: file name {name!r} is not a plain name inside the folder; refused")
+    path = folder / name
+    real = Path(os.path.realpath(path))
+    home = Path(os.path.realpath(folder))
+    allowed = [home]
+    if home.parent.name == "snapshots" and home.parent.parent.name.startswith("models--"):
+        allowed.append(home.parent.parent / "blobs")
+    if real.parent not in allowed and not follow_symlinks:
+        raise ValueError(
+            f"{path} is a link to {real}, outside its folder; refused. Pass follow_symlinks "
+            "(--follow-symlinks) if "
+            "you trust it."
+        )
+    if not real.exists():
+        raise FileNotFoundError(f"{path} does not exist")
+    if not stat.S_ISREG(real.stat().st_mode):
+        raise ValueError(f"{path} is not a regular file; refused")
+    return real
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
+        raise ValueError(f"key {twice!r} occurs twice")
+    return result
+
+
+def parse_json(text: bytes, where: str) -> Any:
+    """JSON without duplicate keys; every way of failing is a ValueError that names the file."""
+    try:
+        return json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not valid JSON: {error}") from None
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def read_header(path: Path) -> tuple[dict[str, tuple[TensorInfo, int]], dict[str, str]]:
+    """Tensors of a file (info and absolute byte offset) and its metadata.
+
+    Raises:
+        ValueError: naming file and tensor, for a header length that the file cannot hold, bad JSON, a
+            duplicate key, an unknown dtype, a bad shape, offsets that overlap, leave a gap, pass the end, or
+            do not fit shape x dtype.
+    """
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        start = file.read(8)
+        if len(start) < 8:
+            raise ValueError(f"{path} has {size} bytes; a safetensors file has at least 8. Truncated?")
+        (length,) = struct.unpack("<Q", start)
+        if length > min(size - 8, MAX_HEADER):
+            raise ValueError(
+                f"{path} declares a header of {length} bytes; the file has {size} and {MAX_HEADER} are "
+                "allowed. "
+                "Truncated or not a safetensors file."
+            )
+        header = parse_json(file.read(length), f"{path}: header")
+    if not isinstance(header, dict):
+        raise ValueError(f"{path}: the header is a {type(header).__name__}, expected an object")
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or any(not isinstance(v, str) for v in metadata.values()):
+        raise ValueError(f"{path}: __metadata__ must map strings to strings")
+
+    data, tensors, spans = 8 + length, {}, []
+    for name, entry in header.items():
+        where = f"{path}: tensor {name!r}"
+        if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+            raise ValueError(f"{where} must have exactly dtype, shape and data_offsets")
+        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            raise ValueError(f"{where} has dtype {dtype!r}; expected one of {', '.join(DTYPES)}")
+        if not isinstance(shape, list) or len(shape) > MAX_DIMS or not all(map(_is_size, shape)):
+            raise ValueError(f"{where} has shape {str(shape)[:80]}; expected up to {MAX_DIMS} sizes")
+        if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
+            raise ValueError(f"{where} has data_offsets {str(offsets)[:80]}; expected two offsets")
+        begin, end = offsets
+        info = TensorInfo(DTYPES[dtype], tuple(shape), path.name)
+        if end < begin or data + end > size:
+            raise ValueError(
+                f"{where} lies at bytes {begin}..{end} of {size - data} in the file; truncated or corrupt"
+            )
+        if end - begin != info.nbytes:
+            raise ValueError(f"{where} has {end - begin} bytes; shape {shape} of {dtype} needs {info.nbytes}")
+        tensors[name] = (info, data + begin)
+        spans.append((begin, end, name))
+    position, before = 0, "the header"
+    for begin, end, name in sorted(spans):
+        if begin != position:
+            what = "overlaps" if begin < position else f"leaves a gap of {begin - position} bytes after"
+            raise ValueError(f"{path}: tensor {name!r} {what} {before!r}")
+        position, before = end, name
+    if data + position != size:
+        raise ValueError(f"{path} has {size - data - position} bytes that belong to no tensor; corrupt")
+    return tensors, metadata
+
+
+class SafetensorsFolder:
+    """The tensors of a Hugging Face model folder, read by rows.
+
+    With an index only the files it names are opened, and each tensor comes from the file it names. Without
+    one, `model.safetensors`, or else all shards, which must not repeat a tensor. No other file is ever
+    opened, pickles least of all.
+
+    Raises (on opening, before any data is read):
+        ValueError: a hostile or contradictory index or header, naming file and tensor.
+        FileNotFoundError: shards that are missing, all of them by name; or no safetensors at all.
+    """
+
+    kind = "hub"
+
+    def __init__(self, folder: Path, *, follow_symlinks: bool = False) -> None:
+        self.folder = folder
+        self.left_out: dict[str, int] = {}
+        self.notes: list[str] = []
+        self._follow = follow_symlinks
+        self._files: dict[str, int] = {}
+        self._paths: dict[str, Path] = {}
+        self._places: dict[str, tuple[str, int]] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        weight_map = self._read_index()
+        names = sorted(set(weight_map.values())) if weight_map is not None else self._loose_files()
+        missing = []
+        for name in names:
+            try:
+                self._paths[name] = regular_file(folder, name, follow_symlinks=follow_symlinks)
+            except FileNotFoundError:
+                missing.append(name)
+        if missing:
+            raise FileNotFoundError(
+                f"{folder}: {len(missing)} of {len(names)} files that the index names are missing: "
+                f"{', '.join(missing)}"
+            )
+        for name in names:
+            self._add_file(name, weight_map)
+        if weight_map is not None:
+            absent = [t for t in weight_map if t not in self.tensors]
+            if absent:
+                raise ValueError(
+                    f"{folder}: the index places {len(absent)} tensors where they are not, such as "
+                    f"{absent[0]!r} in "
+                    f"{weight_map[absent[0]]}"
+                )
+
+    def _read_index(self) -> dict[str, str] | None:
+        if not os.path.lexists(self.folder / INDEX_NAME):
+            return None
+        path = regular_file(self.folder, INDEX_NAME, follow_symlinks=self._follow)
+        if path.stat().st_size > MAX_INDEX:
+            raise ValueError(f"{path} has {path.stat().st_size} bytes; an index of up to {MAX_INDEX} is read")
+        index = parse_json(path.read_bytes(), str(path))
+        weight_map = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(f"{path} has no weight_map; expected tensor name -> file name")
+        for tensor, name in weight_map.items():
+            if not isinstance(name, str) or not name.endswith(".safetensors") or set(name) & set("/\\\0"):
+                raise ValueError(
+                    f"{path}: tensor {tensor!r} is placed in {name!r}; expected the plain name of a "
+                    ".safetensors "
+                    "file in the same folder. Refused."
+                )
+        return weight_map
+
+    def _loose_files(self) -> list[str]:
+        names = sorted(p.name for p in self.folder.glob("*.safetensors")) if self.folder.is_dir() else []
+        shards = [n for n in names if n.startswith("model-")]
+        if "model.safetensors" in names:
+            if shards:
+                raise ValueError(
+                    f"{self.folder} holds model.safetensors and {len(shards)} shards but no {INDEX_NAME}: "
+                    "which of them is the model? Remove the stale ones."
+                )
+            return ["model.safetensors"]
+        if not names:
+            pickles = [p.name for p in self.folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt")]
+            hint = (
+                f" ({', '.join(pickles[:3])} can run code when read and is never opened)" if pickles else ""
+            )
+            raise FileNotFoundError(f"{self.folder}: no {INDEX_NAME} and no .safetensors file{hint}")
+        return shards or names
+
+    def _add_file(self, name: str, weight_map: Mapping[str, str] | None) -> None:
+        tensors, _ = read_header(self._paths[name])
+        for tensor, (info, offset) in tensors.items():
+            if weight_map is not None:
+                owner = weight_map.get(tensor)
+                if owner is None:
+                    raise ValueError(
+                        f"{self._paths[name]}: tensor {tensor!r} is in no line of {INDEX_NAME}; the index is "
+                        "not "
+                        "of this folder"
+                    )
+                if owner != name:
+                    note = f"tensor {tensor!r} is in {name} too; the index says {owner}, which is used"
+                    self.notes.append(note)
+                    warnings.warn(f"{self.folder}: {note}", stacklevel=2)
+                    continue
+            elif tensor in self.tensors:
+                raise ValueError(
+                    f"{self.folder}: tensor {tensor!r} is in {self.tensors[tensor].file} and in {name}, and "
+                    "no index "
+                    "says which counts"
+                )
+            self.tensors[tensor] = TensorInfo(info.dtype, info.shape, name)
+            self._places[tensor] = (name, offset)
+
+    def read_rows(self, name: str, row: int, out: memoryview) -> None:
+        file, offset = self._places[name]
+        if file not in self._files:
+            self._files[file] = os.open(self._paths[file], os.O_RDONLY | os.O_CLOEXEC)
+        pread_exactly(
+            self._files[file], out, offset + row * self.tensors[name].row_bytes, f"{file}: {name!r}"
+        )
+
+    def close(self) -> None:
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+
+
+def pread_exactly(descriptor: int, out: memoryview, offset: int, what: str) -> None:
+    """Fill `out` from `offset`; ValueError naming `what` when the file ends first."""
+    done = 0
+    while done < len(out):
+        got = os.preadv(descriptor, [out[done:]], offset + done)
+        if got == 0:
+            raise ValueError(
+                f"{what}: the file ends {len(out) - done} bytes early; it was changed while being read"
+            )
+        done += got
+
+
+def split_shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
+    """Tensors in order, cut into shards of at most `max_bytes`; a larger tensor gets a shard of its own."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if shards[-1] and filled + size > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += size
+    return shards
+
+
+def shard_names(count: int) -> list[str]:
+    """`model.safetensors`, or `model-00001-of-0000N.safetensors` and on."""
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def index_bytes(files: Mapping[str, Iterable[str]], sizes: Mapping[str, int]) -> bytes:
+    """The index of a sharded model: file -> tensors, tensor -> bytes. `total_size` counts tensor bytes."""
+    weight_map = {tensor: file for file, tensors in files.items() for tensor in tensors}
+    index = {
+        "metadata": {"total_size": sum(sizes[t] for t in weight_map)},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    return (json.dumps(index, indent=2) + "\n").encode()
+
+
+def header_bytes(tensors: Mapping[str, TensorInfo]) -> bytes:
+    """Length and header of a file that holds these tensors in this order. Same tensors, same bytes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for name, info in tensors.items():
+        header[name] = {
+            "dtype": DTYPE_NAMES[info.dtype],
+            "shape": list(info.shape),
+            "data_offsets": [position, position + info.nbytes],
+        }
+        position += info.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # data starts at a multiple of 8, as the reference writer has it
+    return struct.pack("<Q", len(text)) + text
+
+
+class ShardWriter:
+    """Write one safetensors file front to back: the header at once, then each tensor's bytes in order.
+
+    Args:
+        file: a binary file open for writing; only `write` is called on it.
+        tensors: name -> info, in the order in which the data will come.
+        on_bytes: told the number of bytes after each write (progress, byte counters).
+    """
+
+    def __init__(
+        self, file: BinaryIO, tensors: Mapping[str, TensorInfo], on_bytes: Callable[[int], None] | None = None
+    ) -> None:
+        self._file = file
+        self._left = [(name, info.nbytes) for name, info in tensors.items()]
+        self._left.reverse()
+        self._open = 0
+        self._on_bytes = on_bytes
+        self.sums: dict[str, str] = {}
+        self._hash = hashlib.sha256()
+        self._name = ""
+        file.write(header_bytes(tensors))
+        self._next()
+
+    def _next(self) -> None:
+        while self._open == 0:
+            if self._name:
+                self.sums[self._name] = self._hash.hexdigest()
+            if not self._left:
+                self._name = ""
+                return
+            self._name, self._open = self._left.pop()
+            self._hash = hashlib.sha256()
+
+    def write(self, data: memoryview) -> None:
+        """The next bytes of the current tensor; they may not cross into the next one."""
+        assert len(data) <= self._open, (self._name, len(data), self._open)
+        self._file.write(data)
+        self._hash.update(data)
+        self._open -= len(data)
+        if self._on_bytes is not None:
+            self._on_bytes(len(data))
+        self._next()
+
+    def finish(self) -> dict[str, str]:
+        """Tensor -> sha256 of its bytes. All data must have been written."""
+        assert not self._open and not self._left, f"{self._name}: {self._open} bytes are missing"
+        return self.sums
+
+
+def tensor_order(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """Wider dtypes first, so that every tensor starts at a multiple of its element size."""
+    return dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
+
+
+def data_bytes(tensors: Mapping[str, TensorInfo]) -> int:
+    """Bytes of data, headers not counted."""
+    return sum(math.prod(i.shape) * i.dtype.itemsize for i in tensors.values())

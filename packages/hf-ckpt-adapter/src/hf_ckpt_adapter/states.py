@@ -1,0 +1,97 @@
+"""Convert a state dict that is already in memory: what a trainer's state-dict adapter needs.
+
+The same table as for files. Tensors that are only renamed keep their identity (no copy, DTensors stay
+sharded); folded ones are new. The dict that comes in is never changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from .mapping import Layout, Reading, Target, read_names, write_names
+from .plan import EMBED, HEAD, refuse_unexpected
+
+__all__ = ["Converted", "convert_state"]
+
+
+@dataclass
+class Converted:
+    """The state in its new layout; `side` is native-only state by native name; `dropped` are computed
+    buffers."""
+
+    tensors: dict[str, torch.Tensor]
+    side: dict[str, torch.Tensor] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)
+
+
+def convert_state(
+    state: Mapping[str, torch.Tensor],
+    layout: Layout,
+    *,
+    tied: bool = False,
+    dialect: str | None = None,
+) -> Converted:
+    """Rename and refold `state` into `layout`. A fragment (one pipeline stage) is fine.
+
+    Args:
+        state: any dialect, any expert layout; not changed.
+        layout: the layout of the result.
+        tied: the model ties head and embedding: the result has no head in a Hub layout, and the embedding
+            under both names (the same tensor) in a TorchTitan layout.
+        dialect: `hub` or `native`, when `state` may hold no layer to tell them apart.
+
+    Raises:
+        ValueError: names that the table does not know (all counted, five shown), adapters, collisions,
+            experts that are not all there.
+
+    A DTensor that must be unfolded is gathered, which every rank of its mesh has to take part in.
+    """
+    reading = read_names({name: tuple(t.shape) for name, t in state.items()}, dialect=dialect)
+    refuse_unexpected(reading)
+    parts = dict(reading.parts)
+    hub = layout in (Layout.PER_EXPERT, Layout.FUSED)
+    if tied and HEAD in parts and EMBED not in parts:
+        parts[EMBED], reading.runs[EMBED] = parts[HEAD], reading.runs[HEAD]
+    if tied:
+        parts.pop(HEAD, None)
+        if not hub and EMBED in parts:
+            parts[HEAD], reading.runs[HEAD] = parts[EMBED], reading.runs[EMBED]
+    gathered: dict[str, torch.Tensor] = {}
+    result = Converted({}, dropped=reading.dropped)
+    for target in write_names(parts, layout):
+        result.tensors[target.name] = _build(target, reading, state, gathered)
+    result.side = {name: state[stored] for name, stored in reading.side.items()}
+    return result
+
+
+def _build(
+    target: Target, reading: Reading, state: Mapping[str, torch.Tensor], gathered: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """One tensor of the result: the stored tensor itself where it is that, else joined from rows."""
+    first = reading.runs[target.pieces[0].part or ""][0].tensor
+    if len(target.pieces) == 1 and tuple(state[first].shape) == target.shape:
+        return state[first]
+    rows = []
+    for piece in target.pieces:
+        assert piece.part is not None, target
+        at, left = piece.row, piece.rows
+        for run in reading.runs[piece.part]:
+            if left and run.part_row <= at < run.part_row + run.rows:
+                take = min(left, run.part_row + run.rows - at)
+                start = run.row + at - run.part_row
+                rows.append(_rows(run.tensor, state, gathered)[start : start + take])
+                at, left = at + take, left - take
+    return torch.cat(rows).reshape(target.shape)
+
+
+def _rows(name: str, state: Mapping[str, torch.Tensor], gathered: dict[str, torch.Tensor]) -> torch.Tensor:
+    """A stored tensor with its leading dimensions flattened, gathered if it is sharded."""
+    if name not in gathered:
+        tensor = state[name]
+        whole = getattr(tensor, "full_tensor", None)
+        tensor = whole() if whole is not None else tensor
+        gathered[name] = tensor.reshape(-1, tensor.shape[-1]) if tensor.ndim > 1 else tensor
+    return gathered[name]
