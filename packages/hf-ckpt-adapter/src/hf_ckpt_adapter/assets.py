@@ -7,8 +7,8 @@ Sizes come from the tensors. What tensors cannot tell (theta, eps, top-k, tying,
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,16 @@ from .safetensors_io import parse_json, regular_file
 from .tensors import dtype_named
 
 __all__ = [
-    "ASSETS",
     "Sizes",
+    "asset_files",
     "check_config",
     "config_bytes",
-    "copy_assets",
     "load_config",
     "sizes_of",
     "stored_dtype",
     "tied",
 ]
 
-ASSETS = "assets"
 MAX_CONFIG = 4 << 20
 # Everything that a tokenizer or a chat template may consist of, by the names that transformers reads.
 TOKENIZER_FILES = (
@@ -226,14 +224,10 @@ def config_bytes(config: Mapping[str, Any], *, dtype: torch.dtype | None, tie: b
     return (json.dumps(result, indent=2, sort_keys=True) + "\n").encode()
 
 
-def copy_assets(source: Path, out: Path, *, follow_symlinks: bool = False) -> list[str]:
-    """Copy generation config and tokenizer files that `source` has; names of those copied."""
-    copied = []
+def asset_files(source: Path, *, follow_symlinks: bool = False) -> list[tuple[str, Path]]:
+    """Generation config and tokenizer files that `source` has: name and checked path of each."""
+    found = []
     for name in _COPIED:
-        try:
-            path = regular_file(source, name, follow_symlinks=follow_symlinks)
-        except FileNotFoundError:
-            continue
-        shutil.copyfile(path, out / name)
-        copied.append(name)
-    return copied
+        with suppress(FileNotFoundError):
+            found.append((name, regular_file(source, name, follow_symlinks=follow_symlinks)))
+    return found

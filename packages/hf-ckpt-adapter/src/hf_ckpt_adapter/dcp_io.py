@@ -37,6 +37,20 @@ MAX_DESCRIPTION = 64 << 10
 # (components/checkpointer/base.py).
 NOT_MODEL = ("optimizer", "lr_scheduler", "dataloader", "train_state", "trainer")
 
+# Typed storages by the name under which torch.save pickles them; newer dtypes come as untyped ones.
+STORAGES: dict[str, torch.dtype] = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+
 # What pickles of plain records of names, numbers, tuples, lists and dicts consist of.
 _OPCODES = """
     PROTO FRAME STOP MARK MEMOIZE PUT BINPUT LONG_BINPUT GET BINGET LONG_BINGET POP POP_MARK DUP
@@ -449,10 +463,5 @@ def _tensor_classes() -> dict[tuple[str, str], Any]:
         ("torch.storage", "UntypedStorage"): None,
         ("torch", "Size"): torch.Size,
     }
-    storages = {
-        "Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16,
-        "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8,
-        "Byte": torch.uint8, "Bool": torch.bool,
-    }  # fmt: skip
-    allowed.update({("torch", f"{name}Storage"): dtype for name, dtype in storages.items()})
+    allowed.update({("torch", name): dtype for name, dtype in STORAGES.items()})
     return allowed

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,6 +89,27 @@ class Plan:
     trimmed: dict[str, int] = field(default_factory=dict)
     cast: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def to_hub(self) -> bool:
+        """Whether the layout is one of Hugging Face's."""
+        return self.layout in (Layout.PER_EXPERT, Layout.FUSED)
+
+    def side_names(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Native-only state under the names of a TorchTitan layout.
+
+        A MoE layer without any gets a zero bias: TorchTitan's model has that buffer (moe.py,
+        `load_balance_coeff`) and DCP refuses to load a model of which the checkpoint lacks a name.
+        """
+        full = {
+            f"layers.{n}.moe.expert_bias_E": torch.zeros(self.sizes.num_experts) for n in self.reading.experts
+        }
+        full.update(state)
+        if self.layout is Layout.BACKEND:
+            full = {
+                re.sub(r"^layers\.(\d+)\.moe\.", r"model.model.layers.\1.mlp.", n): t for n, t in full.items()
+            }
+        return dict(sorted(full.items()))
 
 
 def refuse_unexpected(reading: Reading) -> None:
