@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hf_ckpt_adapter import Layout, Options, convert, convert_state, dcp_write, export_step, stream
+from hf_ckpt_adapter import (
+    Layout,
+    Options,
+    convert_state,
+    dcp_write,
+    export_step,
+    stream,
+)
+from hf_ckpt_adapter import (
+    convert_checkpoint as convert,
+)
 from hf_tiny import config, equal, fused, state, write_hub
 from safetensors.torch import load_file
 

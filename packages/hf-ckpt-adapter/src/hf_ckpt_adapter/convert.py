@@ -40,13 +40,13 @@ from .sources import ASSETS, assets_of, find, open_source
 from .stream import stream
 from .tensors import TensorInfo, TensorSource, dtype_named
 
-__all__ = ["Progress", "convert", "export_step"]
+__all__ = ["Progress", "convert_checkpoint", "export_step"]
 
 Progress = Callable[[int, int], None]
 """Called with tensor bytes done and in all."""
 
 
-def convert(
+def convert_checkpoint(
     source: Path | str,
     out: Path | str,
     layout: Layout | str,
@@ -122,15 +122,16 @@ def export_step(
         out: the folder to make.
         dtype: `bfloat16`, `float32`, ...; None means what config.json says.
         options: see `Options`; its `experts` chooses the expert layout.
-        how: `assets`, `overwrite`, `write_once`, `follow_symlinks`, `progress`, as `convert` has them.
+        how: `assets`, `overwrite`, `write_once`, `follow_symlinks`, `progress`, as `convert_checkpoint` has
+            them.
 
-    Raises: as `convert`.
+    Raises: as `convert_checkpoint`.
     """
     options = options or Options()
     if dtype is not None:
         options = replace(options, dtype=dtype_named(dtype) if isinstance(dtype, str) else dtype)
     layout = Layout.FUSED if options.experts == "fused" else Layout.PER_EXPERT
-    return convert(step_dir, out, layout, options=options, **how)
+    return convert_checkpoint(step_dir, out, layout, options=options, **how)
 
 
 def _fingerprint(folder: Path, plan: Plan, options: Options) -> str:

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from .dcp_records import RECORDS, Index, Metadata, Tensor
 from .safetensors_io import pread_exactly, regular_file
 from .tensors import TensorInfo, buffer
 
@@ -103,45 +104,18 @@ def safe_unpickle(
         raise ValueError(f"{what} is broken: {type(error).__name__}: {error}") from None
 
 
-def _path_forgotten(*parts: str) -> str:
-    """Stands in for the pathlib class in `.metadata`: where it was saved is of no use to a reader."""
-    return "/".join(map(str, parts))
-
-
-def _metadata_classes() -> dict[tuple[str, str], Any]:
-    import torch.distributed.checkpoint.filesystem as filesystem
-    import torch.distributed.checkpoint.metadata as metadata
-
-    module = "torch.distributed.checkpoint.metadata"
-    names = (
-        "Metadata BytesStorageMetadata TensorStorageMetadata ChunkStorageMetadata TensorProperties "
-        "MetadataIndex "
-        "StorageMeta _MEM_FORMAT_ENCODING"
-    )
-    allowed: dict[tuple[str, str], Any] = {(module, n): getattr(metadata, n) for n in names.split()}
-    allowed["torch.distributed.checkpoint.filesystem", "_StorageInfo"] = filesystem._StorageInfo
-    allowed["torch", "Size"] = torch.Size
-    allowed["torch.serialization", "_get_layout"] = torch.serialization._get_layout
-    for path in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
-        allowed["pathlib", path] = allowed["pathlib._local", path] = _path_forgotten
-    allowed["collections", "OrderedDict"] = collections.OrderedDict
-    return allowed
-
-
 def is_dcp(folder: Path) -> bool:
     """Whether `folder` looks like a DCP checkpoint."""
     return (folder / METADATA).is_file()
 
 
-def read_metadata(folder: Path) -> Any:
+def read_metadata(folder: Path) -> Metadata:
     """The `Metadata` of a DCP folder, read through the allow-list.
 
     Raises:
         FileNotFoundError: no `.metadata`: not a checkpoint, or a save that never finished.
         ValueError: the file is not such a pickle.
     """
-    from torch.distributed.checkpoint.metadata import Metadata
-
     if not is_dcp(folder):
         raise FileNotFoundError(
             f"{folder} has no {METADATA}: not a DCP checkpoint, or one whose save did not finish"
@@ -149,7 +123,7 @@ def read_metadata(folder: Path) -> Any:
     path = regular_file(folder, METADATA)
     if path.stat().st_size > MAX_METADATA:
         raise ValueError(f"{path} has {path.stat().st_size} bytes; up to {MAX_METADATA} are read")
-    metadata = safe_unpickle(path.read_bytes(), _metadata_classes(), str(path))
+    metadata = safe_unpickle(path.read_bytes(), RECORDS, str(path))
     if not isinstance(metadata, Metadata):
         raise ValueError(f"{path} holds a {type(metadata).__name__}, expected DCP Metadata")
     return metadata
@@ -217,8 +191,6 @@ class DcpFolder:
     kind = "dcp"
 
     def __init__(self, folder: Path, *, follow_symlinks: bool = False) -> None:
-        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
         self.folder = folder
         self.tensors: dict[str, TensorInfo] = {}
         self.left_out: dict[str, int] = {}
@@ -238,16 +210,17 @@ class DcpFolder:
             root = name.split(".", 1)[0]
             if root in NOT_MODEL:
                 self.left_out[root] = self.left_out.get(root, 0) + 1
-            elif not isinstance(entry, TensorStorageMetadata):
+            elif not isinstance(entry, Tensor):
                 self.byte_items.append(name)
             else:
-                self._add(name, entry, metadata.storage_data, follow_symlinks)
+                try:
+                    self._add(name, entry, metadata.storage_data, follow_symlinks)
+                except (AttributeError, TypeError) as error:  # a record without the fields it should have
+                    raise ValueError(f"{folder / METADATA}: tensor {name!r} is malformed: {error}") from None
         if self.byte_items:
             self.left_out["byte items"] = len(self.byte_items)
 
     def _add(self, name: str, entry: Any, storage: dict[Any, Any], follow_symlinks: bool) -> None:
-        from torch.distributed.checkpoint.metadata import MetadataIndex
-
         where = f"{self.folder / METADATA}: tensor {name!r}"
         shape, dtype = tuple(entry.size), entry.properties.dtype
         if not isinstance(dtype, torch.dtype) or not all(isinstance(s, int) and s >= 0 for s in shape):
@@ -260,7 +233,7 @@ class DcpFolder:
             )
             if not inside:
                 raise ValueError(f"{where}: chunk {begin}+{sizes} is not inside shape {shape}")
-            info = storage.get(MetadataIndex(name, begin))
+            info = storage.get(Index(name, begin))
             if info is None:
                 raise ValueError(f"{where}: no storage is recorded for the chunk at {begin}")
             if getattr(info, "transform_descriptors", None):
@@ -278,6 +251,8 @@ class DcpFolder:
                     f"{where}: bytes {offset}..{offset + length} are past the end of {file} "
                     f"({self._paths[file].stat().st_size} bytes); truncated?"
                 )
+            if math.prod(sizes) * dtype.itemsize > length:
+                raise ValueError(f"{where}: {sizes} of {dtype} cannot be in {length} bytes of {file}")
             if math.prod(sizes):
                 chunks.append(_Chunk(begin, sizes, file, offset, length))
         if sum(math.prod(c.sizes) for c in chunks) != math.prod(shape):
@@ -320,26 +295,25 @@ class DcpFolder:
         try:
             with zipfile.ZipFile(_FileWindow(descriptor, chunk.offset, chunk.length)) as archive:
                 members = {m.filename.split("/", 1)[-1]: m for m in archive.infolist()}
-                description = members["data.pkl"]
-                if description.file_size > MAX_DESCRIPTION or "data/0" not in members:
-                    raise ValueError("not one saved tensor")
-                if "byteorder" in members and archive.read(members["byteorder"])[:16] != b"little":
-                    raise ValueError("saved on a big-endian machine")
-                saved = safe_unpickle(
+                description, record = members["data.pkl"], members["data/0"]
+                order = members.get("byteorder")
+                if description.file_size > MAX_DESCRIPTION or (order and order.file_size > 16):
+                    raise ValueError("its description is too large")
+                if order and archive.read(order) != b"little":
+                    raise ValueError("it was saved on a big-endian machine")
+                _, first, size, stride, saved_dtype = safe_unpickle(
                     archive.read(description), _tensor_classes(), where, lambda pid: ("storage", *pid)
                 )
-                record = members["data/0"]
                 header = os.pread(descriptor, 30, chunk.offset + record.header_offset)
-        except (zipfile.BadZipFile, KeyError, OSError, NotImplementedError) as error:
+                last = first + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+        except Exception as error:  # zipfile, and what a pickle describes, can fail in any way
             raise ValueError(f"{where}: not a tensor that torch.save wrote: {error}") from None
-        _, first, size, stride, saved_dtype = saved
         begin = (
             record.header_offset
             + 30
             + int.from_bytes(header[26:28], "little")
             + int.from_bytes(header[28:30], "little")
         )
-        last = first + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
         if (
             record.compress_type != zipfile.ZIP_STORED
             or header[:4] != b"PK\3\4"

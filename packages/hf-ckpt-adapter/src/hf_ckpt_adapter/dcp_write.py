@@ -5,7 +5,7 @@ blocks of bytes, so that a tensor never has to be in memory. A tensor larger tha
 dimension into several chunks, as if that many ranks had saved it: whoever loads it reads pieces of that size
 too. Two names may point at the same bytes, which is how a tied head costs nothing.
 
-Torch's own writer needs whole tensors; its metadata classes are used as they are.
+Torch's own writer needs whole tensors.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from typing import Any, BinaryIO
 import torch
 
 from .dcp_io import STORAGES
+from .dcp_records import Chunk, Index, Metadata, Properties, StorageInfo, StorageMeta, Tensor, to_pickle
 from .tensors import TensorInfo
 
 __all__ = ["CHUNK", "SavedChunk", "chunk_starts", "metadata_bytes", "tensor_zip"]
 
 CHUNK = 64 << 20
+VERSION = "1.0.0"  # CURRENT_DCP_VERSION of torch 2.14
 # Where torch.save puts a storage record, so that it could be mapped (torch.serialization, storage alignment).
 ALIGNMENT = 64
 
@@ -138,34 +140,17 @@ def metadata_bytes(
     tensors: Mapping[str, TensorInfo], chunks: Mapping[str, Sequence[SavedChunk]], aliases: Mapping[str, str]
 ) -> bytes:
     """`.metadata` for these tensors; `aliases` are further names of them."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        StorageMeta,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
-
     described: dict[str, Any] = {}
-    storage: dict[Any, Any] = {}
+    storage: dict[Index, StorageInfo] = {}
     for name, tensor in {**{n: n for n in tensors}, **aliases}.items():
         info = tensors[tensor]
         boxes = []
         for index, chunk in enumerate(chunks[tensor]):
             begin = (chunk.start, *(0 for _ in info.shape[1:])) if info.shape else ()
             sizes = (chunk.count, *info.shape[1:]) if info.shape else ()
-            boxes.append(ChunkStorageMetadata(torch.Size(begin), torch.Size(sizes)))
-            storage[MetadataIndex(name, begin, index)] = _StorageInfo(chunk.file, chunk.offset, chunk.length)
-        described[name] = TensorStorageMetadata(
-            TensorProperties(dtype=info.dtype), torch.Size(info.shape), boxes
-        )
-    metadata = Metadata(
-        state_dict_metadata=described,
-        planner_data={name: (name,) for name in described},
-        storage_data=storage,
-        storage_meta=StorageMeta(),
-    )
-    metadata.version = "1.0.0"
-    return pickle.dumps(metadata)
+            boxes.append(Chunk(torch.Size(begin), torch.Size(sizes)))
+            key = Index(name, torch.Size(begin), index)
+            storage[key] = StorageInfo(chunk.file, chunk.offset, chunk.length)
+        described[name] = Tensor(Properties(info.dtype), torch.Size(info.shape), boxes)
+    names = {name: (name,) for name in described}
+    return to_pickle(Metadata(described, names, storage, StorageMeta(), VERSION))

@@ -19,7 +19,7 @@ from .assets import Sizes, check_config, sizes_of, stored_dtype, tied
 from .mapping import SPELLINGS, Layout, Op, Piece, Reading, Target, missing_parts, read_names, write_names
 from .tensors import TensorInfo, TensorSource
 
-__all__ = ["Options", "Output", "Plan", "Read", "make_plan"]
+__all__ = ["Options", "Output", "Plan", "Read", "make_plan", "refuse_unexpected", "resolve"]
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # The most rows that rounding a vocabulary up for tensor parallelism adds; more is not padding but a wrong
@@ -131,7 +131,7 @@ def _target_dtype(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtyp
     return wanted if wanted is not None and stored.is_floating_point else stored
 
 
-def _resolve(target: Target, reading: Reading) -> tuple[Read, ...]:
+def resolve(target: Target, reading: Reading) -> tuple[Read, ...]:
     """Turn pieces of parts into reads of stored tensors, neighbouring reads merged."""
     reads: list[Read] = []
 
@@ -284,7 +284,7 @@ def make_plan(source: TensorSource, config: Mapping[str, Any], layout: Layout, o
             head_rows = Piece(part, 0, min(vocab, target.shape[0]))
             pieces = (head_rows, Piece(None, 0, target.shape[0] - vocab))
             target = Target(target.name, target.shape, pieces)
-        reads = _resolve(target, reading)
+        reads = resolve(target, reading)
         dtypes = {tensors[r.tensor].dtype for r in reads if r.tensor is not None}
         if len(dtypes) > 1:
             raise ValueError(
@@ -301,7 +301,7 @@ def make_plan(source: TensorSource, config: Mapping[str, Any], layout: Layout, o
             twin = Target(
                 target.name, target.shape, (Piece(witness_of[part], 0, min(vocab, target.shape[0])),)
             )
-            witness = _resolve(twin, reading)
+            witness = resolve(twin, reading)
         plan.outputs.append(Output(target.name, info, stored, reads, witness))
         if part == EMBED and alias_head:
             head = next(

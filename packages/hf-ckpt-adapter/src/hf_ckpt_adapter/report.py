@@ -1,14 +1,13 @@
-"""What a conversion did, for people (`summary`) and for scripts (`to_json`)."""
+"""What a conversion did, for people (`summary`) and for scripts (`to_dict`)."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Report"]
+__all__ = ["Report", "size_text"]
 
 
 @dataclass
@@ -39,21 +38,21 @@ class Report:
     warnings: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
-    def to_json(self) -> str:
-        """All fields as one JSON object."""
-        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True)
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, for JSON."""
+        return dataclasses.asdict(self)
 
     def summary(self) -> str:
         """A few lines that say what happened, warnings last."""
-        speed = f", {_size(self.bytes_written / self.seconds)}/s" if self.seconds > 0 else ""
+        speed = f", {size_text(self.bytes_written / self.seconds)}/s" if self.seconds > 0 else ""
         lines = [
             f"{self.source} -> {self.out}",
             f"  {self.tensors_read} tensors read, {self.tensors_written} written as {self.layout} in "
             f"{self.dtype}: "
-            f"{_size(self.bytes_written)} in {len(self.files)} file(s), {self.seconds:.1f} s{speed}",
+            f"{size_text(self.bytes_written)} in {len(self.files)} file(s), {self.seconds:.1f} s{speed}",
         ]
         if self.bytes_resumed:
-            lines.append(f"  resumed: {_size(self.bytes_resumed)} were already there")
+            lines.append(f"  resumed: {size_text(self.bytes_resumed)} were already there")
         lines += [f"  cast: {n} tensors {what}" for what, n in self.cast.items()]
         lines += [f"  trimmed: {n} padding rows of {name}" for name, n in self.trimmed.items()]
         if self.dropped:
@@ -69,7 +68,7 @@ def _counts(counts: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} ({n} entries)" for name, n in sorted(counts.items()))
 
 
-def _size(count: float) -> str:
+def size_text(count: float) -> str:
     """Bytes for people: 1.19 GB."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:

@@ -22,8 +22,9 @@ from .tensors import TensorSource, buffer
 
 __all__ = ["BLOCK", "POOL", "Block", "blocks", "stream"]
 
-BLOCK = 8 << 20
-POOL = 4
+# Small enough that a block is still in the processor's cache when it is hashed and written.
+BLOCK = 1 << 20
+POOL = 8
 
 
 @dataclass(frozen=True)
