@@ -3,7 +3,7 @@ input."""
 
 import pytest
 import torch
-from hf_ckpt_adapter import Layout, convert_state
+from hf_ckpt_adapter import Layout, convert_state, read_names
 from hf_tiny import config, equal, fused, state
 
 LAYOUTS = list(Layout)
@@ -170,3 +170,23 @@ def test_computed_buffers_are_dropped_and_named() -> None:
     old = {**state(config()), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(16)}
     out = convert_state(old, Layout.NATIVE)
     assert out.dropped == ["model.layers.0.self_attn.rotary_emb.inv_freq"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.99999999.self_attn.q_norm.weight",
+        "model.layers.01.self_attn.q_norm.weight",
+        f"model.layers.{'9' * 5000}.self_attn.q_norm.weight",
+    ],
+)
+def test_numbers_that_no_model_has_are_unknown_names_and_not_a_long_loop(name: str) -> None:
+    with pytest.raises(ValueError, match="1 tensors that a Qwen3"):
+        convert_state({**state(config()), name: torch.zeros(32)}, Layout.NATIVE)
+
+
+@pytest.mark.parametrize("shape", [(1 << 40, 0, 64), (100_000, 2, 1)])
+def test_a_shape_cannot_make_us_list_experts_without_end(shape: tuple[int, int, int]) -> None:
+    shapes = {"model.layers.0.mlp.experts.down_proj": shape, "model.layers.0.input_layernorm.weight": (64,)}
+    with pytest.raises(ValueError, match=r"model.layers.0.mlp.experts.down_proj"):
+        read_names(shapes)

@@ -46,7 +46,7 @@ TOKENIZER_FILES = (
 _COPIED = ("generation_config.json", *TOKENIZER_FILES)
 # Facts without which a Qwen3 cannot be run and that no tensor holds.
 _NEEDED = ("rms_norm_eps",)
-_NEEDED_MOE = ("num_experts_per_tok",)
+_NEEDED_MOE = ("num_experts_per_tok", "norm_topk_prob")
 
 
 def load_config(folder: Path, *, follow_symlinks: bool = False) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """Convert a checkpoint into another layout, and publish the result as a whole folder.
 
 Every conversion is the same three steps: open a source, plan, move rows into files. What differs is the kind
-of file (`HubFolder`, `DcpOutput`) and the small files beside the weights.
+of file (`_HubFolder`, `_DcpFolder`) and the small files beside the weights.
 
-Peak memory is a fixed part (the interpreter and torch), plus 6 x max(8 MiB, the widest row) for blocks, plus
-about 3 kB for each tensor name: see `stream.py`. It does not depend on the size of the model or of a tensor.
+Peak memory is a fixed part (the interpreter and torch), plus (POOL + 2) x max(BLOCK, the widest row) for
+blocks (10 MiB, see `stream.py`), plus about 4 kB for each tensor name. It does not depend on the size of the
+model or of a tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -111,7 +111,9 @@ def export_step(
     *,
     dtype: str | torch.dtype | None = None,
     options: Options | None = None,
-    **how: Any,
+    assets: Path | str | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
 ) -> Report:
     """Export a TorchTitan checkpoint step to a Hugging Face folder that Transformers and servers load.
 
@@ -122,16 +124,18 @@ def export_step(
         out: the folder to make.
         dtype: `bfloat16`, `float32`, ...; None means what config.json says.
         options: see `Options`; its `experts` chooses the expert layout.
-        how: `assets`, `overwrite`, `write_once`, `follow_symlinks`, `progress`, as `convert_checkpoint` has
-            them.
+        assets, overwrite, progress: as `convert_checkpoint` has them.
 
-    Raises: as `convert_checkpoint`.
+    Raises:
+        As `convert_checkpoint`, which has a few more settings.
     """
     options = options or Options()
     if dtype is not None:
         options = replace(options, dtype=dtype_named(dtype) if isinstance(dtype, str) else dtype)
     layout = Layout.FUSED if options.experts == "fused" else Layout.PER_EXPERT
-    return convert_checkpoint(step_dir, out, layout, options=options, **how)
+    return convert_checkpoint(
+        step_dir, out, layout, options=options, assets=assets, overwrite=overwrite, progress=progress
+    )
 
 
 def _fingerprint(folder: Path, plan: Plan, options: Options) -> str:
@@ -154,6 +158,7 @@ def _begin_report(folder: Path, out: Path, source: TensorSource, plan: Plan) -> 
         tensors_read=len(source.tensors) - len(plan.reading.side),
         tensors_written=len(plan.outputs) + len(plan.aliases),
         cast=plan.cast,
+        missing=plan.missing,
         dropped=plan.reading.dropped,
         trimmed=plan.trimmed,
         left_out=dict(source.left_out),
@@ -274,8 +279,8 @@ class _HubFolder(_Folder):
             worst = max(biased, key=lambda n: biased[n])
             self.report.warnings.append(
                 f"{len(biased)} layers route with a non-zero expert bias (up to {biased[worst]:.6g}, "
-                f"{worst}). Hugging "
-                f"Face has no place for it: the exported model routes without. It is kept in {SIDE_FILE}."
+                f"{worst}). Hugging Face has no place for it: the exported "
+                f"model routes without. It is kept in {SIDE_FILE}."
             )
 
 

@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 Shape = tuple[int, ...]
+MAX_EXPERTS = 9999  # a bound on what a shape in a hostile header can make us list
 
 
 class Op(Enum):
@@ -150,7 +151,7 @@ SPELLINGS: tuple[Spelling, ...] = (
 # Module wrappers that leave a segment in a name, at any depth and in any order.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"})
 _ADAPTER = re.compile(r"(^|\.)(lora_\w+|base_layer|modules_to_save|adapter_\w+)(\.|$)")
-_NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.)")
+_NUMBER = re.compile(r"(?<=\.)(0|[1-9]\d{0,3})(?=\.)")  # up to 9999; anything else is no layer or expert
 # The tensor that tells the dialects apart, and with it what stands in front of every layer's name.
 _ANCHOR = re.compile(
     r"^(?P<root>.*?)layers\.\d+\.(?P<norm>input_layernorm|attention_norm"
@@ -376,6 +377,10 @@ def read_names(shapes: Mapping[str, Shape], *, dialect: str | None = None) -> Re
             reading.side[side_name(name)] = stored
             continue
         shape = tuple(shapes[stored])
+        if 0 in shape:
+            raise ValueError(f"{stored!r} has shape {list(shape)}: there is nothing in it")
+        if len(shape) == 3 and shape[0] > MAX_EXPERTS:
+            raise ValueError(f"{stored!r} has {shape[0]} experts; up to {MAX_EXPERTS} are read")
         ndim = 3 if spelling.op in (Op.STACK, Op.GATE_UP) else 1 if "norm" in pattern else 2
         if len(shape) != ndim:
             raise ValueError(f"{stored!r} has shape {list(shape)}; expected {ndim} dimensions")

@@ -89,6 +89,7 @@ class Plan:
     trimmed: dict[str, int] = field(default_factory=dict)
     cast: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
 
     @property
     def to_hub(self) -> bool:
@@ -248,9 +249,6 @@ def make_plan(source: TensorSource, config: Mapping[str, Any], layout: Layout, o
             f"{len(missing)} tensors are missing: "
             f"{', '.join(map(repr, missing[:5]))}{' ...' if len(missing) > 5 else ''}"
         )
-    empty = [part for part, shape in parts.items() if 0 in shape]
-    if empty:
-        raise ValueError(f"{empty[0]!r} has shape {list(parts[empty[0]])}: nothing in it")
     sizes = sizes_of(Reading(parts=parts))
 
     # Vocabulary: trimmed to the config's size, padded to a multiple.
@@ -277,7 +275,7 @@ def make_plan(source: TensorSource, config: Mapping[str, Any], layout: Layout, o
         expert_layouts = {
             n: "fused" if kind == "fused" else "per-expert" for n, kind in reading.experts.items()
         }
-    plan = Plan(layout, [], full, tie, wanted, reading, sizes, trimmed=trimmed, notes=notes)
+    plan = Plan(layout, [], full, tie, wanted, reading, sizes, trimmed=trimmed, notes=notes, missing=missing)
     for target in write_names(parts, layout, expert_layouts=expert_layouts):
         part = target.pieces[0].part or ""
         if part in (EMBED, HEAD):

@@ -206,8 +206,9 @@ class Staging:
     @contextmanager
     def _opened(self, path: Path) -> Iterator[BinaryIO]:
         temporary = path if self.write_once else path.with_name(path.name + ".tmp")
-        with open(temporary, "wb", buffering=0) as file:
+        with open(temporary, "wb") as file:
             yield file
+            file.flush()
             os.fsync(file.fileno())
         if temporary != path:
             os.replace(temporary, path)

@@ -14,8 +14,9 @@ __all__ = ["Report", "size_text"]
 class Report:
     """Counts and names of everything that was read, written, changed or left behind.
 
-    Bytes are tensor bytes. `missing` and `unexpected` are part names and stored names; a strict conversion
-    (the default) raises instead of returning them. `left_out` counts state that is not weights, by kind.
+    Bytes are tensor bytes, `bytes_resumed` those that an earlier run had finished. `missing` are parts that
+    are allowed to be absent; anything else missing, or unexpected, is an error and not a line in a report.
+    `left_out` counts state that is not weights, by kind.
     """
 
     source: str = ""
@@ -24,7 +25,6 @@ class Report:
     dtype: str = ""
     tensors_read: int = 0
     tensors_written: int = 0
-    bytes_read: int = 0
     bytes_written: int = 0
     bytes_resumed: int = 0
     files: list[str] = field(default_factory=list)
@@ -32,7 +32,6 @@ class Report:
     dropped: list[str] = field(default_factory=list)
     trimmed: dict[str, int] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
     side_state: dict[str, float] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
