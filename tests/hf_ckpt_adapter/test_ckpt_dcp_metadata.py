@@ -13,6 +13,8 @@ from hf_ckpt_adapter.dcp_io import DcpFolder, read_metadata, safe_unpickle
 from hf_ckpt_adapter.dcp_write import tensor_zip
 from hf_ckpt_adapter.tensors import DTYPES, buffer
 from hf_tiny import config, state, write_hub
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -196,3 +198,46 @@ def test_damaged_data_files_are_refused_or_differ_by_checksum_but_never_crash(
         path.write_bytes(data)
     with pytest.raises(ValueError, match=r"__0_0\.distcp"):
         convert(tmp_path / "step", tmp_path / "out", "per-expert")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DCP folder as torch saves it, of two small tensors and one pickled object."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    tensors = {
+        "a": torch.arange(12.0).reshape(3, 4),
+        "b": torch.ones(5, dtype=torch.bfloat16),
+        "c": {"x": [1]},
+    }
+    dcp.save(tensors, checkpoint_id=folder / "good", no_dist=True)
+    (folder / "bad").mkdir()
+    return folder
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_fuzz_a_damaged_checkpoint_is_refused_in_words_or_reads_in_bounds(
+    small: Path, data: st.DataObject
+) -> None:
+    victim = data.draw(st.sampled_from([".metadata", "__0_0.distcp"]))
+    for name in (".metadata", "__0_0.distcp"):
+        content = bytearray((small / "good" / name).read_bytes())
+        if name == victim:
+            for _ in range(data.draw(st.integers(1, 3))):
+                at = data.draw(st.integers(0, len(content) - 1))
+                if data.draw(st.booleans()):
+                    content[at] = data.draw(st.integers(0, 255))
+                else:
+                    content[at : at + data.draw(st.integers(0, 4))] = data.draw(st.binary(max_size=6))
+        (small / "bad" / name).write_bytes(content)
+    try:
+        source = DcpFolder(small / "bad")
+        try:
+            for name, info in source.tensors.items():
+                assert info.nbytes <= 1 << 20
+                if len(info.shape) <= 3:
+                    source.read_rows(name, 0, memoryview(bytearray(info.nbytes)))
+        finally:
+            source.close()
+    except (ValueError, FileNotFoundError) as error:
+        assert str(small / "bad") in str(error) or "__0_0.distcp" in str(error), error

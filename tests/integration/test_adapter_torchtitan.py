@@ -138,3 +138,21 @@ def test_padding_for_tensor_parallelism_survives_the_round_trip(titan: Any, tmp_
     convert_checkpoint(tmp_path / "hub", tmp_path / "padded", "native", options=Options(pad_vocab_to=24))
     export_step(tmp_path / "padded", tmp_path / "back")
     equal(load_file(tmp_path / "back" / "model.safetensors"), hub)
+
+
+def test_backend_names_are_those_that_torchtitans_own_conversion_gives(tmp_path: Path) -> None:
+    """Its expert conversion (`hf_to_titan_moe_state_dict`) plus the `model.` prefix that its adapter puts in
+    front."""
+    transformers = pytest.importorskip("transformers")
+    from torchtitan.experiments.transformers_modeling_backend.state_dict_adapter import (
+        hf_to_titan_moe_state_dict,
+    )
+
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        intermediate_size=96, vocab_size=320, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48,
+    )  # fmt: skip
+    hub = transformers.Qwen3MoeForCausalLM(config).state_dict()  # experts fused, as transformers 5 has them
+    theirs = {"model." + n: t for n, t in hf_to_titan_moe_state_dict(dict(hub)).items()}
+    equal(convert_state(hub, Layout.BACKEND).tensors, theirs)
+    equal(convert_state(theirs, Layout.FUSED).tensors, dict(hub))

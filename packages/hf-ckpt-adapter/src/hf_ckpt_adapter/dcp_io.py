@@ -62,6 +62,10 @@ _OPCODES = """
 """.split()  # noqa: SIM905
 
 
+class _Refused(ValueError):
+    """A refusal that already says what and where."""
+
+
 def safe_unpickle(
     data: bytes,
     allowed: dict[tuple[str, str], Any],
@@ -89,16 +93,16 @@ def safe_unpickle(
                 return allowed[module, name]
             if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
                 return getattr(torch, name)
-            raise ValueError(f"{what} wants to load {module}.{name}, which no checkpoint needs. Refused.")
+            raise _Refused(f"{what} wants to load {module}.{name}, which no checkpoint needs. Refused.")
 
         def persistent_load(self, pid: Any) -> Any:
             if persistent_load is None:
-                raise ValueError(f"{what} refers to an outside object. Refused.")
+                raise _Refused(f"{what} refers to an outside object. Refused.")
             return persistent_load(pid)
 
     try:
         return Reader(io.BytesIO(data)).load()
-    except ValueError:
+    except _Refused:
         raise
     except Exception as error:  # a broken pickle can raise anything
         raise ValueError(f"{what} is broken: {type(error).__name__}: {error}") from None
@@ -202,9 +206,12 @@ class DcpFolder:
         self._storages: dict[_Chunk, _Storage] = {}
         self._dense: tuple[_Chunk, torch.Tensor] | None = None
         metadata = read_metadata(folder)
-        if not isinstance(metadata.state_dict_metadata, dict) or not isinstance(metadata.storage_data, dict):
+        described, storage = (
+            getattr(metadata, field, None) for field in ("state_dict_metadata", "storage_data")
+        )
+        if not isinstance(described, dict) or not isinstance(storage, dict):
             raise ValueError(f"{folder / METADATA}: state_dict_metadata and storage_data must be dicts")
-        for name, entry in metadata.state_dict_metadata.items():
+        for name, entry in described.items():
             if not isinstance(name, str):
                 raise ValueError(f"{folder / METADATA}: {name!r} is not a name")
             root = name.split(".", 1)[0]
@@ -214,7 +221,7 @@ class DcpFolder:
                 self.byte_items.append(name)
             else:
                 try:
-                    self._add(name, entry, metadata.storage_data, follow_symlinks)
+                    self._add(name, entry, storage, follow_symlinks)
                 except (AttributeError, TypeError) as error:  # a record without the fields it should have
                     raise ValueError(f"{folder / METADATA}: tensor {name!r} is malformed: {error}") from None
         if self.byte_items:

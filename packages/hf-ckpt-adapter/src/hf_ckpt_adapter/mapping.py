@@ -25,8 +25,6 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 
 __all__ = [
-    "EXPERT_LAYOUTS",
-    "LAYOUTS",
     "SPELLINGS",
     "Layout",
     "Op",
@@ -64,14 +62,10 @@ class Layout(StrEnum):
     PER_EXPERT = "per-expert"  # Hub names, one tensor an expert: what the Hub and servers read
     FUSED = "fused"  # Hub names, experts as two 3-D tensors a layer: transformers 5 in memory
     NATIVE = "native"  # TorchTitan's own Qwen3
-    NATIVE_WQKV = (
-        "native-wqkv"  # the same with q, k and v in one parameter, for models without the split hook
-    )
+    NATIVE_WQKV = "native-wqkv"  # the same, q, k and v in one parameter: for models without the split hook
     BACKEND = "backend"  # TorchTitan's Transformers backend
 
 
-LAYOUTS = tuple(layout.value for layout in Layout)
-EXPERT_LAYOUTS = ("per-expert", "fused", "as-source")
 _HUB = frozenset({Layout.PER_EXPERT, Layout.FUSED, Layout.BACKEND})
 _NATIVE = frozenset({Layout.NATIVE, Layout.NATIVE_WQKV})
 
@@ -416,8 +410,9 @@ def read_names(shapes: Mapping[str, Shape], *, dialect: str | None = None) -> Re
 
 
 def _expert_layout(spelling: Spelling, before: str | None) -> str:
-    """`fused` or `per-expert` or `stacked`, `mixed` when one layer has two; for reports and `as-source`."""
-    here = "per-expert" if spelling.op is Op.RENAME else "stacked" if "w" in spelling.name[-6:] else "fused"
+    """`fused`, `per-expert`, or `stacked` (TorchTitan), `mixed` when a layer has two; for reports,
+    `as-source`."""
+    here = next((o.value for o in (Layout.FUSED, Layout.PER_EXPERT) if o in spelling.layouts), "stacked")
     return here if before in (None, here) else "mixed"
 
 
