@@ -28,15 +28,18 @@ from typing import Any
 from adapter_models import QWEN3_06B, moe, write_model
 
 OURS = """
-import json, resource, sys, time
+import json, sys, time
 import torch
-base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+def peak():  # of this program alone; ru_maxrss would count the process that started it
+    status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    return int(status["VmHWM"].split()[0]) * 1024 / 1e9
+
+base = peak()
 begun = time.perf_counter()
 from hf_ckpt_adapter import convert_checkpoint
 convert_checkpoint(sys.argv[1], sys.argv[2], sys.argv[3])
-seconds = time.perf_counter() - begun
-print(json.dumps([seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6 * 1.024, base / 1e6 *
-1.024]))
+print(json.dumps([time.perf_counter() - begun, peak(), base]))
 """
 TORCHTITAN = {"to-dcp": (37.0, 5.7), "to-hub": (44.0, 7.1)}  # seconds, GB; quoted, not measured here
 

@@ -10,7 +10,6 @@ safetensors' own writer and reader moving the same tensors (`save_file`, `load_f
 from __future__ import annotations
 
 import json
-import resource
 import statistics
 import tempfile
 import time
@@ -77,7 +76,6 @@ def main() -> None:
             f"({found['to-hub ratio'][1]:.1f} to {found['to-hub ratio'][2]:.1f})",
             flush=True,
         )
-    print(f"peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.2f} GB")
     out = Path("outputs/benchmarks")
     out.mkdir(parents=True, exist_ok=True)
     (out / "adapter_overhead.json").write_text(json.dumps(results, indent=2))
