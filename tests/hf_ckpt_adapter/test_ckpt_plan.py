@@ -183,3 +183,12 @@ def test_no_accelerator_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
     folder = write_hub(tmp_path / "hub", config(), state(config()))
     convert_checkpoint(folder, tmp_path / "dcp", "native")
     convert_checkpoint(tmp_path / "dcp", tmp_path / "hf", "per-expert")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"experts": "stacked"}, {"head": "yes"}, {"on_untied": ""}, {"max_shard_bytes": 0}, {"pad_vocab_to": 0}],
+)
+def test_an_option_that_means_nothing_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} is"):
+        Options(**wrong)

@@ -231,6 +231,70 @@ def test_kill_9_twenty_more_times(tmp_path: Path, seed: int) -> None:
     kill_at_random(tmp_path, seed, ["per-expert", "native", "fused"][seed % 3], kills=4)
 
 
+SAVER = """
+import sys, warnings
+import torch, torch.distributed.checkpoint as dcp
+from hf_ckpt_adapter import Layout, convert_state
+from hf_tiny import config, state
+warnings.simplefilter("ignore")
+native = convert_state(state(config(moe=True)), Layout.NATIVE).tensors
+print("ready", flush=True)
+sys.stdin.readline()
+for step in range(1, 1000):
+    tensors = {n: t + step for n, t in native.items()}
+    dcp.save(tensors, checkpoint_id=f"{sys.argv[1]}/step-{step}", no_dist=True)
+"""
+
+
+def kill_while_saving(tmp_path: Path, seed: int) -> None:
+    """Kill a job that saves step after step: each is read whole or refused, never half."""
+    cfg = config(moe=True)
+    hub = write_hub(tmp_path / "hub", cfg, state(cfg))
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    victim = subprocess.Popen(
+        [sys.executable, "-c", SAVER, str(tmp_path)], env={**os.environ, "PYTHONPATH": path},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    assert victim.stdin and victim.stdout and victim.stdout.readline() == "ready\n"
+    victim.stdin.write("\n")
+    victim.stdin.flush()
+    while not list(tmp_path.glob("step-*/.metadata")):
+        time.sleep(0.001)
+    time.sleep(random.Random(seed).uniform(0, 0.3))
+    victim.send_signal(signal.SIGKILL)
+    victim.wait()
+    whole = 0
+    for folder in tmp_path.glob("step-*"):
+        step = int(folder.name.removeprefix("step-"))
+        out = tmp_path / f"out-{step}"
+        try:
+            convert(folder, out, "per-expert", assets=hub)
+        except FileNotFoundError:
+            assert not (folder / ".metadata").exists() and not out.exists()
+            continue
+        whole += 1
+        equal(load_file(out / "model.safetensors"), {n: t + step for n, t in state(cfg).items()})
+    assert whole >= 1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kill_9_during_a_save_leaves_whole_steps_and_refused_ones(tmp_path: Path, seed: int) -> None:
+    kill_while_saving(tmp_path, seed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(3, 23))
+def test_kill_9_during_a_save_twenty_more_times(tmp_path: Path, seed: int) -> None:
+    kill_while_saving(tmp_path, seed)
+
+
+def test_a_step_without_its_metadata_is_called_what_it_is(tmp_path: Path, hub: Path) -> None:
+    convert(hub, tmp_path / "step-10.tmp", "native")
+    (tmp_path / "step-10.tmp" / ".metadata").unlink()
+    with pytest.raises(FileNotFoundError, match="a save that never finished"):
+        open_source(tmp_path / "step-10.tmp")
+
+
 def test_stale_files_of_a_killed_run_do_not_reach_the_export(tmp_path: Path, hub: Path) -> None:
     partial = tmp_path / ".out.partial"
     partial.mkdir()

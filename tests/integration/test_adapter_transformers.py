@@ -108,3 +108,23 @@ def test_verify_logits_passes_for_an_export_and_fails_for_another_model(
             "transformers: 0 missing, 0 unexpected, largest float32 difference 0 " in capsys.readouterr().out
         )
     assert main(["verify", str(tmp_path / "hf"), "--logits", str(tmp_path / "stranger")]) == 1
+
+
+def test_verify_logits_works_with_qwen3_core_where_that_is_what_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("qwen3_core")
+    import importlib.util
+
+    from hf_ckpt_adapter import logits
+
+    torch.manual_seed(0)
+    transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**TINY, **MOE)).save_pretrained(
+        tmp_path / "hub"
+    )
+    convert_checkpoint(tmp_path / "hub", tmp_path / "step", "native")
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "transformers" else real(n))
+    found = logits.compare_logits(str(tmp_path / "hub"), str(tmp_path / "step"))
+    assert found["with"] == "qwen3_core" and found["difference"] == 0.0
+    assert not found["missing"] and not found["unexpected"]

@@ -25,6 +25,9 @@ EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # The most rows that rounding a vocabulary up for tensor parallelism adds; more is not padding but a wrong
 # config.
 MAX_PADDING = 1024
+EXPERTS = ("per-expert", "fused", "as-source")
+HEADS = ("omit", "write")
+ON_UNTIED = ("fail", "untie", "drop")
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,15 @@ class Options:
     fit_config: bool = False
     max_shard_bytes: int = 5_000_000_000
     pad_vocab_to: int = 1
+
+    def __post_init__(self) -> None:
+        words = {"experts": EXPERTS, "head": HEADS, "on_untied": ON_UNTIED}
+        for name, known in words.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}")
+        for name in ("max_shard_bytes", "pad_vocab_to"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
 
 
 @dataclass(frozen=True)

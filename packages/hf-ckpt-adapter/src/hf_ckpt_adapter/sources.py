@@ -74,6 +74,12 @@ def open_source(folder: Path, *, follow_symlinks: bool = False) -> TensorSource:
     refuse_unfinished(folder)
     if is_dcp(folder):
         return DcpFolder(folder, follow_symlinks=follow_symlinks)
+    if next(folder.glob("*.distcp"), None) is not None:
+        raise FileNotFoundError(
+            f"{folder} has DCP files and no .metadata, which is written last: a save that never finished. "
+            "Take an "
+            "earlier step."
+        )
     return SafetensorsFolder(folder, follow_symlinks=follow_symlinks)
 
 
