@@ -112,3 +112,29 @@ def test_a_dict_that_was_converted_can_still_be_saved(tmp_path: Path) -> None:
     before = tied_state()
     convert_state(before, Layout.NATIVE, tied=True)
     save_file(before, tmp_path / "again.safetensors")
+
+
+@pytest.mark.parametrize("head", ["omit", "write"])
+def test_asking_for_the_head_does_not_hide_that_it_differs(tmp_path: Path, head: str) -> None:
+    folder = hub(tmp_path / "hub", tied_state(**{HEAD: tied_state()[EMBED] + 0.5}))
+    with pytest.raises(ValueError, match=r"differ by up to 0.5"):
+        convert(folder, tmp_path / "out", "per-expert", options=Options(head=head))
+    convert(folder, tmp_path / "out", "per-expert", options=Options(head=head, on_untied="drop"))
+    expected = tied_state() if head == "omit" else tied_state(**{HEAD: tied_state()[EMBED]})
+    equal(out(tmp_path / "out"), expected)
+
+
+def test_a_tied_pair_of_two_dtypes_is_refused_in_words(tmp_path: Path) -> None:
+    folder = hub(tmp_path / "hub", tied_state(**{HEAD: tied_state()[EMBED].double()}))
+    with pytest.raises(
+        ValueError, match=r"'model.embed_tokens.weight' is torch.float32 and 'lm_head.weight' is torch.f"
+    ):
+        convert(folder, tmp_path / "out", "per-expert")
+
+
+def test_a_tied_pair_with_padding_is_compared_without_it(tmp_path: Path) -> None:
+    head = torch.cat([tied_state()[EMBED], torch.full((8, 64), 7.0)])
+    embed = torch.cat([tied_state()[EMBED], torch.full((8, 64), 9.0)])
+    folder = hub(tmp_path / "hub", tied_state(**{HEAD: head, EMBED: embed}))
+    convert(folder, tmp_path / "out", "per-expert")
+    equal(out(tmp_path / "out"), tied_state())

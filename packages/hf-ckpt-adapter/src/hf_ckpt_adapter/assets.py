@@ -96,15 +96,15 @@ def stored_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
 class Sizes:
     """What the tensors say about the architecture; 0 where a model has no such thing."""
 
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    intermediate_size: int
-    num_experts: int
-    moe_intermediate_size: int
+    vocab_size: int = 0
+    hidden_size: int = 0
+    num_hidden_layers: int = 0
+    num_attention_heads: int = 0
+    num_key_value_heads: int = 0
+    head_dim: int = 0
+    intermediate_size: int = 0
+    num_experts: int = 0
+    moe_intermediate_size: int = 0
 
 
 def sizes_of(reading: Reading) -> Sizes:

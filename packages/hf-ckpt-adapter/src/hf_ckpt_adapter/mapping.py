@@ -25,12 +25,14 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 
 __all__ = [
+    "HUB_LAYOUTS",
     "SPELLINGS",
     "Layout",
     "Op",
     "Piece",
     "Reading",
     "Run",
+    "Shape",
     "Spelling",
     "Target",
     "missing_parts",
@@ -68,6 +70,7 @@ class Layout(StrEnum):
 
 _HUB = frozenset({Layout.PER_EXPERT, Layout.FUSED, Layout.BACKEND})
 _NATIVE = frozenset({Layout.NATIVE, Layout.NATIVE_WQKV})
+HUB_LAYOUTS = (Layout.PER_EXPERT, Layout.FUSED)  # those that Hugging Face folders have
 
 
 @dataclass(frozen=True)
@@ -512,7 +515,7 @@ def write_names(
     layers = sorted({int(_abstract(p)[1][0]) for p in parts if _abstract(p)[1]})
     for layer in layers:
         wanted = (expert_layouts or {}).get(layer)
-        chosen = Layout(wanted) if wanted and layout in (Layout.PER_EXPERT, Layout.FUSED) else layout
+        chosen = Layout(wanted) if wanted and layout in HUB_LAYOUTS else layout
         for spelling in by_layout[chosen]:
             if spelling.op in (Op.STACK, Op.GATE_UP):
                 if any((p, str(layer)) in experts for p in spelling.parts):

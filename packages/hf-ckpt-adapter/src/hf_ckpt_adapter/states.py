@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .mapping import Layout, Reading, Target, read_names, write_names
+from .mapping import HUB_LAYOUTS, Layout, Reading, Target, read_names, write_names
 from .plan import EMBED, HEAD, refuse_unexpected, resolve
 
 __all__ = ["Converted", "convert_state"]
@@ -52,7 +52,7 @@ def convert_state(
     reading = read_names({name: tuple(t.shape) for name, t in state.items()}, dialect=dialect)
     refuse_unexpected(reading)
     parts = dict(reading.parts)
-    hub = layout in (Layout.PER_EXPERT, Layout.FUSED)
+    hub = layout in HUB_LAYOUTS
     if tied and HEAD in parts and EMBED not in parts:
         parts[EMBED], reading.runs[EMBED] = parts[HEAD], reading.runs[HEAD]
     if tied:
