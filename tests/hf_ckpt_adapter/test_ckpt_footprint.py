@@ -73,6 +73,14 @@ def test_numpy_is_not_needed(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr[-2000:]
 
 
+def test_the_first_example_of_the_readme_runs() -> None:
+    readme = Path(__file__).parents[2] / "packages" / "hf-ckpt-adapter" / "README.md"
+    match = re.search(r"```python\n(.*?)```", readme.read_text(), re.S)
+    assert match
+    result = subprocess.run([sys.executable, "-c", match[1]], capture_output=True, text=True)
+    assert result.returncode == 0 and "w1_EFD" in result.stdout, result.stderr
+
+
 def test_every_import_is_torch_safetensors_the_standard_library_or_relative() -> None:
     for path in sorted(PACKAGE.rglob("*.py")):
         for number, line in enumerate(path.read_text().splitlines(), 1):

@@ -149,10 +149,12 @@ SPELLINGS: tuple[Spelling, ...] = (
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"})
 _ADAPTER = re.compile(r"(^|\.)(lora_\w+|base_layer|modules_to_save|adapter_\w+)(\.|$)")
 _NUMBER = re.compile(r"(?<=\.)(0|[1-9]\d{0,3})(?=\.)")  # up to 9999; anything else is no layer or expert
-# The tensor that tells the dialects apart, and with it what stands in front of every layer's name.
-_ANCHOR = re.compile(
-    r"^(?P<root>.*?)layers\.\d+\.(?P<norm>input_layernorm|attention_norm"
-    r"|post_attention_layernorm|ffn_norm|self_attn|attention)\."
+# What follows a layer's number tells the dialects apart, and what stands before `layers.` is the root of all
+# names.
+_LAYER = re.compile(
+    r"^(?P<root>.*?)layers\.\d+\."
+    r"((?P<native>attention_norm|ffn_norm|attention|feed_forward|moe)"
+    r"|(?P<hub>input_layernorm|post_attention_layernorm|self_attn|mlp))\."
 )
 
 
@@ -234,10 +236,9 @@ def _find_roots(names: Iterable[str]) -> tuple[str, str]:
     answers."""
     found: dict[tuple[str, str], str] = {}
     for name in names:
-        match = _ANCHOR.match(name)
+        match = _LAYER.match(name)
         if match:
-            native = match["norm"] in ("attention_norm", "ffn_norm", "attention")
-            found.setdefault(("native" if native else "hub", match["root"]), name)
+            found.setdefault(("native" if match["native"] else "hub", match["root"]), name)
     if len(found) > 1:
         raise ValueError(
             "the checkpoint holds more than one model: "
@@ -344,7 +345,7 @@ def read_names(shapes: Mapping[str, Shape], *, dialect: str | None = None) -> Re
                 f"({clean!r}); keep one of them."
             )
         tidied[clean] = name
-    if dialect is None or any(_ANCHOR.match(clean) for clean in tidied):
+    if dialect is None or any(_LAYER.match(clean) for clean in tidied):
         dialect, root = _find_roots(tidied)
     else:
         root = "model." if dialect == "hub" else ""
