@@ -166,3 +166,19 @@ def test_the_same_source_gives_the_same_dcp_bytes(tmp_path: Path) -> None:
         {p.name: p.read_bytes() for p in (tmp_path / r).iterdir() if p.is_file()} for r in ("one", "two")
     )
     assert one == two
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("layers.0.moe.expert_bias_E", 7), ("layers.5.moe.expert_bias_E", 8), ("lm_head.weight", 8)],
+)
+def test_a_side_file_of_another_model_is_refused(tmp_path: Path, name: str, shape: int) -> None:
+    from safetensors.torch import save_file
+
+    cfg = config(moe=True)
+    hub = write_hub(tmp_path / "hub", cfg, state(cfg))
+    (hub / "titan_state").mkdir()
+    save_file({name: torch.zeros(shape)}, hub / "titan_state" / "model.safetensors")
+    with pytest.raises(ValueError, match=name):
+        convert(hub, tmp_path / "out", "native")
+    assert not (tmp_path / "out").exists()

@@ -102,6 +102,7 @@ def test_every_published_model_is_planned_in_every_layout_and_no_row_is_lost(nam
         ({"num_key_value_heads": 4}, "num_key_value_heads"),
         ({"dtype": "bfloat16", "torch_dtype": "float32"}, "torch_dtype 'float32'"),
         ({"dtype": "int7"}, "unknown dtype 'int7'"),
+        ({"dtype": "int8"}, "config.json says dtype 'int8'"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused_in_words(change: dict[str, Any], words: str) -> None:
@@ -187,7 +188,14 @@ def test_no_accelerator_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"experts": "stacked"}, {"head": "yes"}, {"on_untied": ""}, {"max_shard_bytes": 0}, {"pad_vocab_to": 0}],
+    [
+        {"experts": "stacked"},
+        {"head": "yes"},
+        {"on_untied": ""},
+        {"max_shard_bytes": 0},
+        {"pad_vocab_to": 0},
+        {"dtype": torch.int8},
+    ],
 )
 def test_an_option_that_means_nothing_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} is"):

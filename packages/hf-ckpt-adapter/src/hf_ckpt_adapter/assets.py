@@ -17,7 +17,7 @@ import torch
 
 from .mapping import Reading
 from .safetensors_io import parse_json, regular_file
-from .tensors import dtype_named
+from .tensors import WEIGHT_DTYPES, dtype_named
 
 __all__ = [
     "Sizes",
@@ -88,6 +88,10 @@ def stored_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     if len(found) > 1:
         raise ValueError(
             f"config.json says dtype {config['dtype']!r} and torch_dtype {config['torch_dtype']!r}"
+        )
+    if found and not found <= set(WEIGHT_DTYPES):
+        raise ValueError(
+            f"config.json says dtype {names[0]!r}; weights can be {', '.join(map(str, WEIGHT_DTYPES))}"
         )
     return found.pop() if found else None
 

@@ -89,6 +89,7 @@ def convert_checkpoint(
     try:
         plan = make_plan(opened, config, layout, options)
         side = read_side_state(opened, plan.reading, folder)
+        plan.check_side(side)
         staging = Staging(
             out, _fingerprint(folder, plan, options), overwrite=overwrite, write_once=write_once
         )

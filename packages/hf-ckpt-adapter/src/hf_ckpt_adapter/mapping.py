@@ -148,7 +148,7 @@ SPELLINGS: tuple[Spelling, ...] = (
 # Module wrappers that leave a segment in a name, at any depth and in any order.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"})
 _ADAPTER = re.compile(r"(^|\.)(lora_\w+|base_layer|modules_to_save|adapter_\w+)(\.|$)")
-_NUMBER = re.compile(r"(?<=\.)(0|[1-9]\d{0,3})(?=\.)")  # up to 9999; anything else is no layer or expert
+_NUMBER = re.compile(r"(?<=\.)(0|[1-9][0-9]{0,3})(?=\.)")  # up to 9999; anything else is no layer or expert
 # What follows a layer's number tells the dialects apart, and what stands before `layers.` is the root of all
 # names.
 _LAYER = re.compile(
@@ -454,7 +454,7 @@ def natural(name: str) -> list[tuple[int, int, str]]:
     """Sort key: numbers by value, and embedding, layers, norm, head in the order of the forward pass."""
     first = {"model.embed_tokens.weight": 0, "tok_embeddings.weight": 0}.get(name)
     order = first if first is not None else 1 if "layers." in name else 3 if "lm_head" in name else 2
-    return [(order, 0, "")] + [(0, int(s), "") if s.isdigit() else (1, 0, s) for s in name.split(".")]
+    return [(order, 0, "")] + [(0, int(s), "") if s.isdecimal() else (1, 0, s) for s in name.split(".")]
 
 
 def write_names(

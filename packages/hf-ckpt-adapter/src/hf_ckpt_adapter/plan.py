@@ -28,7 +28,7 @@ from .mapping import (
     read_names,
     write_names,
 )
-from .tensors import TensorInfo, TensorSource
+from .tensors import WEIGHT_DTYPES, TensorInfo, TensorSource
 
 __all__ = ["Options", "Output", "Plan", "Read", "make_plan", "refuse_unexpected", "resolve"]
 
@@ -71,6 +71,10 @@ class Options:
         for name, known in words.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}")
+        if self.dtype is not None and self.dtype not in WEIGHT_DTYPES:
+            raise ValueError(
+                f"dtype is {self.dtype}; weights can be cast to {', '.join(map(str, WEIGHT_DTYPES))}"
+            )
         for name in ("max_shard_bytes", "pad_vocab_to"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
@@ -118,6 +122,18 @@ class Plan:
     def to_hub(self) -> bool:
         """Whether the layout is one of Hugging Face's."""
         return self.layout in HUB_LAYOUTS
+
+    def check_side(self, state: Mapping[str, torch.Tensor]) -> None:
+        """ValueError when native-only state is not of this model: one number for each expert of a MoE
+        layer."""
+        for name, tensor in state.items():
+            layer = int(name.split(".")[1])
+            if layer not in self.reading.experts or tuple(tensor.shape) != (self.sizes.num_experts,):
+                raise ValueError(
+                    f"native-only state {name!r} of shape {list(tensor.shape)} is not of this model, which "
+                    "has "
+                    f"{self.sizes.num_experts} experts in layers {sorted(self.reading.experts)}"
+                )
 
     def side_names(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Native-only state under the names of a TorchTitan layout.

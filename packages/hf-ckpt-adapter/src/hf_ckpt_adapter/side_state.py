@@ -7,6 +7,7 @@ for weights. It is small: a vector of experts for each layer.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,6 +22,7 @@ __all__ = ["SIDE_FILE", "read_side_state", "side_file_bytes"]
 SIDE_FOLDER = "titan_state"
 SIDE_FILE = f"{SIDE_FOLDER}/model.safetensors"
 MAX_SIDE_STATE = 64 << 20
+_NAME = re.compile(r"layers\.(0|[1-9][0-9]{0,3})\.moe\.(expert_bias_E|tokens_per_expert_E)")
 
 
 def read_side_state(source: TensorSource, reading: Reading, folder: Path) -> dict[str, torch.Tensor]:
@@ -37,7 +39,7 @@ def read_side_state(source: TensorSource, reading: Reading, folder: Path) -> dic
         raise ValueError(f"{folder / SIDE_FOLDER} is a link out of its folder; refused")
     side = SafetensorsFolder(folder / SIDE_FOLDER)
     try:
-        strange = [n for n in side.tensors if not n.startswith("layers.") or "_E" not in n[-3:]]
+        strange = [n for n in side.tensors if not _NAME.fullmatch(n)]
         if strange:
             raise ValueError(f"{folder / SIDE_FILE} holds {strange[0]!r}, which is not native-only state")
         return _read(side, {n: n for n in side.tensors}, str(folder / SIDE_FILE))
