@@ -41,9 +41,7 @@ def config(moe: bool = False, **changes: Any) -> dict[str, Any]:
     return {**CONFIG, **(MOE if moe else {}), **changes}
 
 
-def state(
-    cfg: dict[str, Any], *, head: bool = True, dtype: torch.dtype = torch.float32
-) -> dict[str, torch.Tensor]:
+def state(cfg: dict[str, Any], *, head: bool = True, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """A state dict with Hub names, one tensor an expert; every element of it is another number (float32)."""
     d, h = cfg["hidden_size"], cfg["head_dim"]
     q, kv = cfg["num_attention_heads"] * h, cfg["num_key_value_heads"] * h
@@ -83,8 +81,7 @@ def fused(tensors: dict[str, torch.Tensor], layers: tuple[int, ...] | None = Non
         head = f"model.layers.{layer}.mlp.experts."
         count = 1 + max(int(n.split(".")[5]) for n in tensors if n.startswith(head))
         gate, up, down = (
-            [result.pop(f"{head}{e}.{p}.weight") for e in range(count)]
-            for p in ("gate_proj", "up_proj", "down_proj")
+            [result.pop(f"{head}{e}.{p}.weight") for e in range(count)] for p in ("gate_proj", "up_proj", "down_proj")
         )
         result[head + "gate_up_proj"] = torch.stack([torch.cat(pair) for pair in zip(gate, up, strict=True)])
         result[head + "down_proj"] = torch.stack(down)

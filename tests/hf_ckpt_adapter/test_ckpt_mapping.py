@@ -3,7 +3,7 @@ input."""
 
 import pytest
 import torch
-from hf_ckpt_adapter import Layout, convert_state
+from hf_ckpt_adapter import Layout, convert_state, read_names
 from hf_tiny import config, equal, fused, state
 
 LAYOUTS = list(Layout)
@@ -127,9 +127,7 @@ def test_wrapper_names_vanish_at_any_depth(rename) -> None:  # type: ignore[no-u
     equal(convert_state(native, Layout.PER_EXPERT).tensors, before)
 
 
-@pytest.mark.parametrize(
-    "root", ["", "model.language_model.", "language_model.model.", "base_model.model.model."]
-)
+@pytest.mark.parametrize("root", ["", "model.language_model.", "language_model.model.", "base_model.model.model."])
 def test_hub_names_are_found_under_any_root(root: str) -> None:
     before = state(config())
     moved = {n.replace("model.", root, 1) if n.startswith("model.") else n: t for n, t in before.items()}
@@ -153,9 +151,7 @@ def test_adapter_leftovers_are_refused_by_name(suffix: str) -> None:
 def test_a_missing_expert_is_named() -> None:
     before = state(config(moe=True))
     del before["model.layers.1.mlp.experts.3.up_proj.weight"]
-    with pytest.raises(
-        ValueError, match=r"layer 1 lacks experts: 'model.layers.1.mlp.experts.3.up_proj.weight'"
-    ):
+    with pytest.raises(ValueError, match=r"layer 1 lacks experts: 'model.layers.1.mlp.experts.3.up_proj.weight'"):
         convert_state(before, Layout.NATIVE)
 
 
@@ -170,3 +166,23 @@ def test_computed_buffers_are_dropped_and_named() -> None:
     old = {**state(config()), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(16)}
     out = convert_state(old, Layout.NATIVE)
     assert out.dropped == ["model.layers.0.self_attn.rotary_emb.inv_freq"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.99999999.self_attn.q_norm.weight",
+        "model.layers.01.self_attn.q_norm.weight",
+        f"model.layers.{'9' * 5000}.self_attn.q_norm.weight",
+    ],
+)
+def test_numbers_that_no_model_has_are_unknown_names_and_not_a_long_loop(name: str) -> None:
+    with pytest.raises(ValueError, match="1 tensors that a Qwen3"):
+        convert_state({**state(config()), name: torch.zeros(32)}, Layout.NATIVE)
+
+
+@pytest.mark.parametrize("shape", [(1 << 40, 0, 64), (100_000, 2, 1)])
+def test_a_shape_cannot_make_us_list_experts_without_end(shape: tuple[int, int, int]) -> None:
+    shapes = {"model.layers.0.mlp.experts.down_proj": shape, "model.layers.0.input_layernorm.weight": (64,)}
+    with pytest.raises(ValueError, match=r"model.layers.0.mlp.experts.down_proj"):
+        read_names(shapes)

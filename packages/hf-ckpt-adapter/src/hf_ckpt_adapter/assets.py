@@ -7,8 +7,8 @@ Sizes come from the tensors. What tensors cannot tell (theta, eps, top-k, tying,
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,21 +17,19 @@ import torch
 
 from .mapping import Reading
 from .safetensors_io import parse_json, regular_file
-from .tensors import dtype_named
+from .tensors import WEIGHT_DTYPES, dtype_named
 
 __all__ = [
-    "ASSETS",
     "Sizes",
+    "asset_files",
     "check_config",
     "config_bytes",
-    "copy_assets",
     "load_config",
     "sizes_of",
     "stored_dtype",
     "tied",
 ]
 
-ASSETS = "assets"
 MAX_CONFIG = 4 << 20
 # Everything that a tokenizer or a chat template may consist of, by the names that transformers reads.
 TOKENIZER_FILES = (
@@ -48,7 +46,7 @@ TOKENIZER_FILES = (
 _COPIED = ("generation_config.json", *TOKENIZER_FILES)
 # Facts without which a Qwen3 cannot be run and that no tensor holds.
 _NEEDED = ("rms_norm_eps",)
-_NEEDED_MOE = ("num_experts_per_tok",)
+_NEEDED_MOE = ("num_experts_per_tok", "norm_topk_prob")
 
 
 def load_config(folder: Path, *, follow_symlinks: bool = False) -> dict[str, Any]:
@@ -88,9 +86,9 @@ def stored_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
     names = [config[key] for key in ("dtype", "torch_dtype") if config.get(key)]
     found = {dtype_named(str(name)) for name in names}
     if len(found) > 1:
-        raise ValueError(
-            f"config.json says dtype {config['dtype']!r} and torch_dtype {config['torch_dtype']!r}"
-        )
+        raise ValueError(f"config.json says dtype {config['dtype']!r} and torch_dtype {config['torch_dtype']!r}")
+    if found and not found <= set(WEIGHT_DTYPES):
+        raise ValueError(f"config.json says dtype {names[0]!r}; weights can be {', '.join(map(str, WEIGHT_DTYPES))}")
     return found.pop() if found else None
 
 
@@ -98,15 +96,15 @@ def stored_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
 class Sizes:
     """What the tensors say about the architecture; 0 where a model has no such thing."""
 
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    intermediate_size: int
-    num_experts: int
-    moe_intermediate_size: int
+    vocab_size: int = 0
+    hidden_size: int = 0
+    num_hidden_layers: int = 0
+    num_attention_heads: int = 0
+    num_key_value_heads: int = 0
+    head_dim: int = 0
+    intermediate_size: int = 0
+    num_experts: int = 0
+    moe_intermediate_size: int = 0
 
 
 def sizes_of(reading: Reading) -> Sizes:
@@ -149,9 +147,7 @@ def sizes_of(reading: Reading) -> Sizes:
     head_dim = sizes.get("head_dim", 0)
     for rows in ("query rows", "key rows"):
         if head_dim == 0 or sizes.get(rows, 0) % head_dim:
-            raise ValueError(
-                f"{sizes.get(rows, 0)} {rows} are not a whole number of heads of {head_dim} (from q_norm)"
-            )
+            raise ValueError(f"{sizes.get(rows, 0)} {rows} are not a whole number of heads of {head_dim} (from q_norm)")
     return Sizes(
         vocab_size=sizes.get("vocab_size", 0),
         hidden_size=sizes["hidden_size"],
@@ -209,8 +205,7 @@ def check_config(config: Mapping[str, Any], sizes: Sizes, *, vocab_size: int) ->
         absent.append("rope_theta (or rope_parameters.rope_theta)")
     if absent:
         raise ValueError(
-            f"config.json lacks {', '.join(absent)}, which the tensors cannot tell and which has no safe "
-            "default"
+            f"config.json lacks {', '.join(absent)}, which the tensors cannot tell and which has no safe default"
         )
     return {**config, **told}
 
@@ -226,14 +221,10 @@ def config_bytes(config: Mapping[str, Any], *, dtype: torch.dtype | None, tie: b
     return (json.dumps(result, indent=2, sort_keys=True) + "\n").encode()
 
 
-def copy_assets(source: Path, out: Path, *, follow_symlinks: bool = False) -> list[str]:
-    """Copy generation config and tokenizer files that `source` has; names of those copied."""
-    copied = []
+def asset_files(source: Path, *, follow_symlinks: bool = False) -> list[tuple[str, Path]]:
+    """Generation config and tokenizer files that `source` has: name and checked path of each."""
+    found = []
     for name in _COPIED:
-        try:
-            path = regular_file(source, name, follow_symlinks=follow_symlinks)
-        except FileNotFoundError:
-            continue
-        shutil.copyfile(path, out / name)
-        copied.append(name)
-    return copied
+        with suppress(FileNotFoundError):
+            found.append((name, regular_file(source, name, follow_symlinks=follow_symlinks)))
+    return found

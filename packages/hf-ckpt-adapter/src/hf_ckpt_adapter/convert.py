@@ -1,7 +1,11 @@
-"""Move rows from a source to a published folder, following a plan.
+"""Convert a checkpoint into another layout, and publish the result as a whole folder.
 
-Peak memory is `4 x BLOCK` plus the interpreter, torch and the tables of names (about 2 kB a tensor): no
-tensor is ever held whole, so it does not depend on the model's size.
+Every conversion is the same three steps: open a source, plan, move rows into files. What differs is the kind
+of file (`_HubFolder`, `_DcpFolder`) and the small files beside the weights.
+
+Peak memory is a fixed part (the interpreter and torch), plus (POOL + 2) x max(BLOCK, the widest row) for
+blocks (10 MiB, see `stream.py`), plus about 4 kB for each tensor name. It does not depend on the size of the
+model or of a tensor.
 """
 
 from __future__ import annotations
@@ -10,164 +14,94 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from .assets import ASSETS, config_bytes, copy_assets, load_config
-from .dcp_io import DcpFolder, is_dcp
+from .assets import asset_files, config_bytes, load_config
+from .dcp_io import METADATA
+from .dcp_write import SavedChunk, chunk_starts, metadata_bytes, tensor_zip
 from .mapping import Layout
-from .plan import Options, Output, Plan, Read, make_plan
-from .publish import Staging, is_unfinished
+from .plan import Options, Output, Plan, make_plan
+from .publish import Staging
 from .report import Report
 from .safetensors_io import (
     INDEX_NAME,
-    SafetensorsFolder,
-    ShardWriter,
+    header_bytes,
     index_bytes,
     shard_names,
     split_shards,
     tensor_order,
 )
-from .tensors import TensorInfo, TensorSource, buffer
+from .side_state import SIDE_FILE, read_side_state, side_file_bytes, tensor_bytes
+from .sources import ASSETS, assets_of, find, open_source
+from .stream import stream
+from .tensors import TensorInfo, TensorSource, dtype_named
 
-__all__ = ["Progress", "export_step", "open_source"]
+__all__ = ["Progress", "convert_checkpoint", "export_step"]
 
-BLOCK = 8 << 20
-SIDE_FILE = "titan_state/native.safetensors"
 Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all."""
+"""Called with tensor bytes done and in all."""
 
 
-def open_source(folder: Path, *, follow_symlinks: bool = False) -> TensorSource:
-    """Open a DCP step folder or a Hugging Face folder for reading by rows.
+def convert_checkpoint(
+    source: Path | str,
+    out: Path | str,
+    layout: Layout | str,
+    *,
+    options: Options | None = None,
+    assets: Path | str | None = None,
+    overwrite: bool = False,
+    write_once: bool = False,
+    follow_symlinks: bool = False,
+    progress: Progress | None = None,
+) -> Report:
+    """Convert a checkpoint to `layout`: Hub layouts become a Hugging Face folder, the others a DCP folder.
+
+    No model is built and no accelerator touched; the folder appears whole or not at all, and a run that was
+    interrupted is continued by the next one with the same arguments.
+
+    Args:
+        source: a Hugging Face folder, Hub id or cache snapshot, or a DCP step folder saved on any number of
+            ranks.
+        out: the folder to make.
+        layout: `per-expert` or `fused` (Hub), `native`, `native-wqkv` or `backend` (TorchTitan DCP).
+        options: dtype, expert layout, ties, padding, shard size; see `Options`.
+        assets: a folder with config.json and tokenizer instead of the checkpoint's own.
+        overwrite: replace `out` if it is there and holds nothing but a checkpoint.
+        write_once: for mounts without rename: write in place, the completeness marker last.
+        follow_symlinks: trust links that lead out of the source folder.
+        progress: told the bytes done and the bytes in all, after each block.
 
     Raises:
-        FileNotFoundError: neither is there. ValueError: a folder of ours that was never completed, or hostile
-            files.
+        FileNotFoundError: no checkpoint, no config, or files missing from it.
+        ValueError: tensors that do not make up the model in config.json, or hostile files.
+        FileExistsError: `out` is there.
+        BlockingIOError: another process is writing `out`.
     """
-    if is_unfinished(folder):
-        raise ValueError(
-            f"{folder} is an unfinished export (it has no completeness marker); run the export again"
-        )
-    if is_dcp(folder):
-        return DcpFolder(folder, follow_symlinks=follow_symlinks)
-    return SafetensorsFolder(folder, follow_symlinks=follow_symlinks)
-
-
-def blocks(
-    source: TensorSource, output: Output, reads: tuple[Read, ...]
-) -> Iterator[tuple[memoryview, torch.Tensor]]:
-    """The rows of `reads` in the stored dtype, as bytes and as a tensor [n, cols] on the same memory.
-
-    Each block has at most BLOCK bytes, or one row; the memory is used again for the next.
-    """
-    cols = output.info.cols
-    step = max(1, BLOCK // max(1, cols * output.stored.itemsize))
-    data, block = buffer(output.stored, (min(step, output.info.rows), cols))
-    row_bytes, filled = cols * output.stored.itemsize, 0
-    for read in reads:
-        row, left = read.row, read.rows
-        while left:
-            take = min(left, len(block) - filled)
-            part = data[filled * row_bytes : (filled + take) * row_bytes]
-            if read.tensor is None:
-                part[:] = bytes(len(part))
-            else:
-                source.read_rows(read.tensor, row, part)
-            row, left, filled = row + take, left - take, filled + take
-            if filled == len(block):
-                yield data, block
-                filled = 0
-    if filled:
-        yield data[: filled * row_bytes], block[:filled]
-
-
-def cast_blocks(source: TensorSource, output: Output) -> Iterator[memoryview]:
-    """An output's bytes, cast; a finite number that the dtype cannot hold is an error, not an infinity."""
-    stored, dtype = output.stored, output.info.dtype
-    narrower = dtype != stored and torch.finfo(dtype).max < torch.finfo(stored).max
-    room: tuple[memoryview, torch.Tensor] | None = None
-    for data, block in blocks(source, output, output.reads):
-        if dtype == stored:
-            yield data
-            continue
-        if room is None:  # the first block is the largest
-            room = buffer(dtype, tuple(block.shape))
-        result = room[1][: len(block)].copy_(block)
-        if narrower and not bool((result.isfinite() | ~block.isfinite()).all()):
-            raise ValueError(
-                f"{output.name!r} holds values up to {block.abs().max():.3g}, which {dtype} cannot hold"
-            )
-        yield room[0][: result.numel() * dtype.itemsize]
-
-
-def _compare(output: Output, source: TensorSource) -> float | None:
-    """Largest difference between an output's rows and its witness's; None when all bits agree."""
-    worst: float | None = None
-    for (ours, a), (theirs, b) in zip(
-        blocks(source, output, output.reads), blocks(source, output, output.witness), strict=False
-    ):
-        rows = min(len(a), len(b))  # padding follows the rows that are compared
-        size = rows * len(ours) // len(a)
-        if ours[:size] != theirs[:size]:
-            worst = max(worst or 0.0, float((a[:rows].double() - b[:rows].double()).abs().max()))
-    return worst
-
-
-def _write_hub_file(
-    staging: Staging, name: str, outputs: list[Output], source: TensorSource, count: Callable[[int], None]
-) -> None:
-    with staging.file(name) as file:
-        writer = ShardWriter(file, {o.name: o.info for o in outputs}, count)
-        for output in outputs:
-            if output.witness:
-                worst = _compare(output, source)
-                if worst is not None:
-                    raise ValueError(
-                        f"config.json ties lm_head to the embedding, but {output.witness[0].tensor!r} and "
-                        f"{output.reads[0].tensor!r} differ by up to {worst:.6g}. Choose: untie (keep both, "
-                        "config "
-                        "says untied) or drop (the head is thrown away) with on_untied / --on-untied."
-                    )
-            for data in cast_blocks(source, output):
-                writer.write(data)
-        sums = writer.finish()
-    staging.record(name, {"sums": sums})
-
-
-def _fingerprint(source_folder: Path, plan: Plan, kind: str) -> str:
-    """What is written from what: names and shapes, and the identity of every source file."""
-    files = sorted(
-        (p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in source_folder.iterdir() if p.is_file()
-    )
-    outputs = [(o.name, str(o.info), str(o.stored), str(o.reads)) for o in plan.outputs]
-    text = json.dumps(
-        [kind, os.path.realpath(source_folder), files, outputs, plan.config, plan.tie], default=str
-    )
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _side_state(source: TensorSource, plan: Plan) -> dict[str, torch.Tensor]:
-    """Native-only state (expert bias, counters), by native name; a few kB a layer."""
-    state = {}
-    for name, stored in sorted(plan.reading.side.items()):
-        info = source.tensors[stored]
-        data, state[name] = buffer(info.dtype, info.shape)
-        source.read_rows(stored, 0, data)
-    return state
-
-
-def _write_side_file(staging: Staging, state: Mapping[str, torch.Tensor]) -> None:
-    infos = tensor_order({n: TensorInfo(t.dtype, tuple(t.shape)) for n, t in state.items()})
-    with staging.file(SIDE_FILE) as file:
-        writer = ShardWriter(file, infos)
-        for name, info in infos.items():
-            data, tensor = buffer(info.dtype, info.shape)
-            tensor.copy_(state[name])
-            writer.write(data)
-        writer.finish()
+    begun = time.monotonic()
+    folder, out, layout, options = find(source), Path(out), Layout(layout), options or Options()
+    assets_dir = Path(assets) if assets is not None else assets_of(folder)
+    config = load_config(assets_dir, follow_symlinks=follow_symlinks)
+    opened = open_source(folder, follow_symlinks=follow_symlinks)
+    try:
+        plan = make_plan(opened, config, layout, options)
+        side = read_side_state(opened, plan.reading, folder)
+        plan.check_side(side)
+        staging = Staging(out, _fingerprint(folder, plan, options), overwrite=overwrite, write_once=write_once)
+        report = _begin_report(folder, out, opened, plan)
+        try:
+            kind = _HubFolder if plan.to_hub else _DcpFolder
+            kind(staging, plan, options, report, side, assets_dir, follow_symlinks).write(opened, progress)
+        except BaseException:
+            staging.abandon()
+            raise
+    finally:
+        opened.close()
+    report.seconds = time.monotonic() - begun
+    return report
 
 
 def export_step(
@@ -175,141 +109,231 @@ def export_step(
     out: Path | str,
     *,
     dtype: str | torch.dtype | None = None,
-    assets: Path | str | None = None,
     options: Options | None = None,
+    assets: Path | str | None = None,
     overwrite: bool = False,
-    write_once: bool = False,
-    follow_symlinks: bool = False,
     progress: Progress | None = None,
 ) -> Report:
     """Export a TorchTitan checkpoint step to a Hugging Face folder that Transformers and servers load.
 
-    The step folder is enough: its `assets/` has config.json, generation config and tokenizer. Nothing is
-    trusted, no model is built, no accelerator is touched; the folder appears whole or not at all.
+    The step folder is enough: its `assets/` has config.json, generation config and tokenizer.
 
     Args:
-        step_dir: `checkpoint/step-N`, as DCP saved it on any number of ranks.
+        step_dir: `checkpoint/step-N`.
         out: the folder to make.
         dtype: `bfloat16`, `float32`, ...; None means what config.json says.
-        assets: a folder with config.json and tokenizer instead of `step_dir/assets`.
-        options: everything else; see `Options`.
-        overwrite: replace `out` if it is there.
+        options: see `Options`; its `experts` chooses the expert layout.
+        assets, overwrite, progress: as `convert_checkpoint` has them.
 
     Raises:
-        FileNotFoundError: no checkpoint, no assets, or files missing from it.
-        ValueError: tensors that do not make up the model in config.json, or hostile files.
-        FileExistsError: `out` is there.
+        As `convert_checkpoint`, which has a few more settings.
     """
-    from .tensors import dtype_named
-
-    step_dir, out = Path(step_dir), Path(out)
-    begun = time.monotonic()
-    chosen = options or Options()
+    options = options or Options()
     if dtype is not None:
-        chosen = Options(**{**vars(chosen), "dtype": dtype_named(dtype) if isinstance(dtype, str) else dtype})
-    assets_dir = Path(assets) if assets is not None else step_dir / ASSETS
-    config = load_config(assets_dir, follow_symlinks=follow_symlinks)
-    source = open_source(step_dir, follow_symlinks=follow_symlinks)
-    try:
-        layout = Layout.FUSED if chosen.experts == "fused" else Layout.PER_EXPERT
-        plan = make_plan(source, config, layout, chosen)
-        return _publish_hub(
-            source,
-            step_dir,
-            assets_dir,
-            plan,
-            chosen,
-            out,
-            begun,
-            overwrite,
-            write_once,
-            follow_symlinks,
-            progress,
-        )
-    finally:
-        source.close()
+        options = replace(options, dtype=dtype_named(dtype) if isinstance(dtype, str) else dtype)
+    layout = Layout.FUSED if options.experts == "fused" else Layout.PER_EXPERT
+    return convert_checkpoint(
+        step_dir, out, layout, options=options, assets=assets, overwrite=overwrite, progress=progress
+    )
 
 
-def _publish_hub(
-    source: TensorSource,
-    source_dir: Path,
-    assets_dir: Path,
-    plan: Plan,
-    options: Options,
-    out: Path,
-    begun: float,
-    overwrite: bool,
-    write_once: bool,
-    follow_symlinks: bool,
-    progress: Progress | None,
-) -> Report:
-    by_name = {o.name: o for o in plan.outputs}
-    sizes = {name: o.info.nbytes for name, o in by_name.items()}
-    shards = split_shards(sizes, options.max_shard_bytes)
-    names = shard_names(len(shards))
-    total = sum(sizes.values())
-    report = Report(
-        source=str(source_dir),
+def _fingerprint(folder: Path, plan: Plan, options: Options) -> str:
+    """What is written from what: every output with its reads, and the identity of every source file."""
+    files = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in folder.iterdir() if p.is_file()]
+    digest = hashlib.sha256(json.dumps([os.path.realpath(folder), sorted(files)]).encode())
+    digest.update(json.dumps([plan.layout, plan.config, plan.tie, str(options)], default=str).encode())
+    for output in plan.outputs:
+        digest.update(f"{output.name} {output.info} {output.stored}".encode())
+        digest.update(" ".join(f"{r.tensor}:{r.row}:{r.rows}" for r in output.reads).encode())
+    return digest.hexdigest()
+
+
+def _begin_report(folder: Path, out: Path, source: TensorSource, plan: Plan) -> Report:
+    return Report(
+        source=str(folder),
         out=str(out),
         layout=plan.layout.value,
-        dtype=", ".join(sorted({str(o.info.dtype)[6:] for o in plan.outputs})),
+        dtype=", ".join(sorted({str(o.info.dtype).removeprefix("torch.") for o in plan.outputs})),
         tensors_read=len(source.tensors) - len(plan.reading.side),
-        tensors_written=len(plan.outputs),
-        bytes_read=sum(i.nbytes for i in source.tensors.values()),
-        files=names,
+        tensors_written=len(plan.outputs) + len(plan.aliases),
         cast=plan.cast,
+        missing=plan.missing,
         dropped=plan.reading.dropped,
         trimmed=plan.trimmed,
         left_out=dict(source.left_out),
         warnings=list(plan.notes),
     )
-    staging = Staging(out, _fingerprint(source_dir, plan, "hub"), overwrite=overwrite, write_once=write_once)
-    try:
-        done = 0
+
+
+class _Folder:
+    """What the two kinds of output share: files of tensors, each kept if an earlier run finished it."""
+
+    kind = ""
+
+    def __init__(
+        self,
+        staging: Staging,
+        plan: Plan,
+        options: Options,
+        report: Report,
+        side: dict[str, torch.Tensor],
+        assets_dir: Path,
+        follow_symlinks: bool,
+    ) -> None:
+        self.staging, self.plan, self.report, self.side = staging, plan, report, side
+        self.assets_dir, self.follow_symlinks = assets_dir, follow_symlinks
+        self.by_name = {o.name: o for o in plan.outputs}
+        self.sizes = {o.name: o.info.nbytes for o in plan.outputs}
+        shards = split_shards(self.sizes, options.max_shard_bytes)
+        self.files = dict(zip(self.file_names(len(shards)), shards, strict=True))
+        report.files = list(self.files)
+
+    def file_names(self, count: int) -> list[str]:
+        raise NotImplementedError
+
+    def write_file(self, name: str, outputs: list[Output], source: TensorSource, count: Callable[[int], None]) -> None:
+        raise NotImplementedError
+
+    def write_rest(self) -> None:
+        raise NotImplementedError
+
+    def write(self, source: TensorSource, progress: Progress | None) -> None:
+        """Write every file that is not there yet, then what belongs beside them, then publish."""
+        total, done = sum(self.sizes.values()), 0
 
         def count(written: int) -> None:
             nonlocal done
             done += written
-            report.bytes_written += written
+            self.report.bytes_written += written
             if progress is not None:
                 progress(done, total)
 
-        for name, tensors in zip(names, shards, strict=True):
-            if name in staging.done:
-                done += sum(sizes[t] for t in tensors)
-                report.bytes_resumed += sum(sizes[t] for t in tensors)
+        for name, tensors in self.files.items():
+            if name in self.staging.done:
+                kept = sum(self.sizes[t] for t in tensors)
+                done += kept
+                self.report.bytes_resumed += kept
                 continue
-            order = tensor_order({t: by_name[t].info for t in tensors})
-            _write_hub_file(staging, name, [by_name[t] for t in order], source, count)
-        sums = {t: s for entry in staging.done.values() for t, s in entry.get("sums", {}).items()}
-        state = _side_state(source, plan)
-        if state:
-            _write_side_file(staging, state)
-            report.side_state = {n: float(t.abs().max()) if t.numel() else 0.0 for n, t in state.items()}
-            biased = {n: v for n, v in report.side_state.items() if n.endswith("expert_bias_E") and v}
-            if biased:
-                worst = max(biased, key=lambda n: biased[n])
-                report.warnings.append(
-                    f"{len(biased)} layers route with a non-zero expert bias (up to {biased[worst]:.6g}, "
-                    f"{worst}); Hugging "
-                    f"Face has no place for it, so the exported model routes without. Kept in {SIDE_FILE}."
-                )
-        with staging.file(INDEX_NAME) as file:
-            file.write(index_bytes(dict(zip(names, shards, strict=True)), sizes))
-        with staging.file("config.json") as file:
-            file.write(config_bytes(plan.config, dtype=plan.dtype, tie=plan.tie))
-        copy_assets(assets_dir, staging.folder, follow_symlinks=follow_symlinks)
-        staging.commit(
+            order = tensor_order({t: self.by_name[t].info for t in tensors})
+            self.write_file(name, [self.by_name[t] for t in order], source, count)
+        self.write_rest()
+        self.staging.commit(
             {
                 "format": 1,
-                "kind": "hub",
-                "layout": plan.layout.value,
-                "source": source_dir.name,
-                "tensors": sums,
+                "kind": self.kind,
+                "layout": self.plan.layout.value,
+                "tensors": {t: s for n in self.staging.done.values() for t, s in n["sums"].items()},
             }
         )
-    except BaseException:
-        staging.abandon()
-        raise
-    report.seconds = time.monotonic() - begun
-    return report
+
+    def write_assets(self, folder: str) -> None:
+        """config.json as the weights now are, and copies of generation config and tokenizer."""
+        prefix = f"{folder}/" if folder else ""
+        with self.staging.file(prefix + "config.json") as file:
+            file.write(config_bytes(self.plan.config, dtype=self.plan.dtype, tie=self.plan.tie))
+        for name, path in asset_files(self.assets_dir, follow_symlinks=self.follow_symlinks):
+            with self.staging.file(prefix + name) as file, open(path, "rb") as original:
+                while data := original.read(1 << 20):
+                    file.write(data)
+
+
+class _HubFolder(_Folder):
+    """safetensors files, their index, config and tokenizer; native-only state in a side file."""
+
+    kind = "hub"
+
+    def file_names(self, count: int) -> list[str]:
+        return shard_names(count)
+
+    def write_file(self, name: str, outputs: list[Output], source: TensorSource, count: Callable[[int], None]) -> None:
+        sums = {}
+        with self.staging.file(name) as file:
+            file.write(header_bytes({o.name: o.info for o in outputs}))
+            for block in stream(source, outputs):
+                file.write(block.data)
+                count(len(block.data))
+                if block.checksum is not None:
+                    sums[block.output.name] = block.checksum
+        self.staging.note(name, {"sums": sums})
+
+    def write_rest(self) -> None:
+        if self.side:
+            with self.staging.file(SIDE_FILE) as file:
+                file.write(side_file_bytes(self.side))
+            self._report_side_state()
+        with self.staging.file(INDEX_NAME) as file:
+            file.write(index_bytes(self.files, self.sizes))
+        self.write_assets("")
+
+    def _report_side_state(self) -> None:
+        self.report.side_state = {
+            name: float(t.double().abs().max()) if t.numel() else 0.0 for name, t in self.side.items()
+        }
+        biased = {n: v for n, v in self.report.side_state.items() if n.endswith("expert_bias_E") and v != 0}
+        if biased:
+            worst = max(biased, key=lambda n: biased[n])
+            self.report.warnings.append(
+                f"{len(biased)} layers route with a non-zero expert bias (up to {biased[worst]:.6g}, "
+                f"{worst}). Hugging Face has no place for it: the exported "
+                f"model routes without. It is kept in {SIDE_FILE}."
+            )
+
+
+class _DcpFolder(_Folder):
+    """Files of tensor chunks, `.metadata`, and an `assets/` folder from which it can be exported again."""
+
+    kind = "dcp"
+
+    def file_names(self, count: int) -> list[str]:
+        return [f"__0_{i}.distcp" for i in range(count)]
+
+    def write_file(self, name: str, outputs: list[Output], source: TensorSource, count: Callable[[int], None]) -> None:
+        sums: dict[str, str] = {}
+        chunks: dict[str, list[tuple[int, int, int, int]]] = {}
+        with self.staging.file(name) as file:
+            blocks = stream(source, outputs)
+            offset = 0
+            for output in outputs:
+                left: memoryview | None = None
+                for start, length in chunk_starts(output.info):
+                    shape = (length, *output.info.shape[1:]) if output.info.shape else ()
+                    want = torch.Size(shape).numel() * output.info.dtype.itemsize
+                    with tensor_zip(file, output.info.dtype, shape) as (write, written):
+                        while want:
+                            if left is None:
+                                block = next(blocks)
+                                assert block.output is output, (block.output.name, output.name)
+                                left = block.data
+                                if block.checksum is not None:
+                                    sums[output.name] = block.checksum
+                            part, left = left[:want], left[want:] if len(left) > want else None
+                            write(part)
+                            want -= len(part)
+                            count(len(part))
+                    chunks.setdefault(output.name, []).append((start, length, offset, written()))
+                    offset += written()
+            assert next(blocks, None) is None
+        self.staging.note(name, {"sums": sums, "chunks": chunks})
+
+    def write_rest(self) -> None:
+        infos = {o.name: o.info for o in self.plan.outputs}
+        chunks = {
+            tensor: [SavedChunk(start, count, file, offset, length) for start, count, offset, length in boxes]
+            for file, note in self.staging.done.items()
+            for tensor, boxes in note["chunks"].items()
+        }
+        side = self.plan.side_names(self.side)
+        if side:
+            name, offset = f"__0_{len(self.files)}.distcp", 0
+            with self.staging.file(name) as file:
+                for tensor, value in side.items():
+                    info = TensorInfo(value.dtype, tuple(value.shape))
+                    with tensor_zip(file, info.dtype, info.shape) as (write, written):
+                        write(memoryview(tensor_bytes(value)))
+                    infos[tensor] = info
+                    count = info.shape[0] if info.shape else 1
+                    chunks[tensor] = [SavedChunk(0, count, name, offset, written())]
+                    offset += written()
+        self.write_assets(ASSETS)
+        with self.staging.file(METADATA) as file:
+            file.write(metadata_bytes(infos, chunks, self.plan.aliases))

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from .dcp_records import RECORDS, Index, Metadata, Tensor
 from .safetensors_io import pread_exactly, regular_file
 from .tensors import TensorInfo, buffer
 
@@ -37,6 +38,20 @@ MAX_DESCRIPTION = 64 << 10
 # (components/checkpointer/base.py).
 NOT_MODEL = ("optimizer", "lr_scheduler", "dataloader", "train_state", "trainer")
 
+# Typed storages by the name under which torch.save pickles them; newer dtypes come as untyped ones.
+STORAGES: dict[str, torch.dtype] = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+
 # What pickles of plain records of names, numbers, tuples, lists and dicts consist of.
 _OPCODES = """
     PROTO FRAME STOP MARK MEMOIZE PUT BINPUT LONG_BINPUT GET BINGET LONG_BINGET POP POP_MARK DUP
@@ -45,6 +60,10 @@ _OPCODES = """
     EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS LIST EMPTY_DICT SETITEM SETITEMS DICT
     GLOBAL STACK_GLOBAL REDUCE BUILD NEWOBJ BINPERSID
 """.split()  # noqa: SIM905
+
+
+class _Refused(ValueError):
+    """A refusal that already says what and where."""
 
 
 def safe_unpickle(
@@ -74,44 +93,19 @@ def safe_unpickle(
                 return allowed[module, name]
             if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
                 return getattr(torch, name)
-            raise ValueError(f"{what} wants to load {module}.{name}, which no checkpoint needs. Refused.")
+            raise _Refused(f"{what} wants to load {module}.{name}, which no checkpoint needs. Refused.")
 
         def persistent_load(self, pid: Any) -> Any:
             if persistent_load is None:
-                raise ValueError(f"{what} refers to an outside object. Refused.")
+                raise _Refused(f"{what} refers to an outside object. Refused.")
             return persistent_load(pid)
 
     try:
         return Reader(io.BytesIO(data)).load()
-    except ValueError:
+    except _Refused:
         raise
     except Exception as error:  # a broken pickle can raise anything
         raise ValueError(f"{what} is broken: {type(error).__name__}: {error}") from None
-
-
-def _path_forgotten(*parts: str) -> str:
-    """Stands in for the pathlib class in `.metadata`: where it was saved is of no use to a reader."""
-    return "/".join(map(str, parts))
-
-
-def _metadata_classes() -> dict[tuple[str, str], Any]:
-    import torch.distributed.checkpoint.filesystem as filesystem
-    import torch.distributed.checkpoint.metadata as metadata
-
-    module = "torch.distributed.checkpoint.metadata"
-    names = (
-        "Metadata BytesStorageMetadata TensorStorageMetadata ChunkStorageMetadata TensorProperties "
-        "MetadataIndex "
-        "StorageMeta _MEM_FORMAT_ENCODING"
-    )
-    allowed: dict[tuple[str, str], Any] = {(module, n): getattr(metadata, n) for n in names.split()}
-    allowed["torch.distributed.checkpoint.filesystem", "_StorageInfo"] = filesystem._StorageInfo
-    allowed["torch", "Size"] = torch.Size
-    allowed["torch.serialization", "_get_layout"] = torch.serialization._get_layout
-    for path in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
-        allowed["pathlib", path] = allowed["pathlib._local", path] = _path_forgotten
-    allowed["collections", "OrderedDict"] = collections.OrderedDict
-    return allowed
 
 
 def is_dcp(folder: Path) -> bool:
@@ -119,23 +113,19 @@ def is_dcp(folder: Path) -> bool:
     return (folder / METADATA).is_file()
 
 
-def read_metadata(folder: Path) -> Any:
+def read_metadata(folder: Path) -> Metadata:
     """The `Metadata` of a DCP folder, read through the allow-list.
 
     Raises:
         FileNotFoundError: no `.metadata`: not a checkpoint, or a save that never finished.
         ValueError: the file is not such a pickle.
     """
-    from torch.distributed.checkpoint.metadata import Metadata
-
     if not is_dcp(folder):
-        raise FileNotFoundError(
-            f"{folder} has no {METADATA}: not a DCP checkpoint, or one whose save did not finish"
-        )
+        raise FileNotFoundError(f"{folder} has no {METADATA}: not a DCP checkpoint, or one whose save did not finish")
     path = regular_file(folder, METADATA)
     if path.stat().st_size > MAX_METADATA:
         raise ValueError(f"{path} has {path.stat().st_size} bytes; up to {MAX_METADATA} are read")
-    metadata = safe_unpickle(path.read_bytes(), _metadata_classes(), str(path))
+    metadata = safe_unpickle(path.read_bytes(), RECORDS, str(path))
     if not isinstance(metadata, Metadata):
         raise ValueError(f"{path} holds a {type(metadata).__name__}, expected DCP Metadata")
     return metadata
@@ -203,8 +193,6 @@ class DcpFolder:
     kind = "dcp"
 
     def __init__(self, folder: Path, *, follow_symlinks: bool = False) -> None:
-        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
         self.folder = folder
         self.tensors: dict[str, TensorInfo] = {}
         self.left_out: dict[str, int] = {}
@@ -216,24 +204,26 @@ class DcpFolder:
         self._storages: dict[_Chunk, _Storage] = {}
         self._dense: tuple[_Chunk, torch.Tensor] | None = None
         metadata = read_metadata(folder)
-        if not isinstance(metadata.state_dict_metadata, dict) or not isinstance(metadata.storage_data, dict):
+        described, storage = (getattr(metadata, field, None) for field in ("state_dict_metadata", "storage_data"))
+        if not isinstance(described, dict) or not isinstance(storage, dict):
             raise ValueError(f"{folder / METADATA}: state_dict_metadata and storage_data must be dicts")
-        for name, entry in metadata.state_dict_metadata.items():
+        for name, entry in described.items():
             if not isinstance(name, str):
                 raise ValueError(f"{folder / METADATA}: {name!r} is not a name")
             root = name.split(".", 1)[0]
             if root in NOT_MODEL:
                 self.left_out[root] = self.left_out.get(root, 0) + 1
-            elif not isinstance(entry, TensorStorageMetadata):
+            elif not isinstance(entry, Tensor):
                 self.byte_items.append(name)
             else:
-                self._add(name, entry, metadata.storage_data, follow_symlinks)
+                try:
+                    self._add(name, entry, storage, follow_symlinks)
+                except (AttributeError, TypeError) as error:  # a record without the fields it should have
+                    raise ValueError(f"{folder / METADATA}: tensor {name!r} is malformed: {error}") from None
         if self.byte_items:
             self.left_out["byte items"] = len(self.byte_items)
 
     def _add(self, name: str, entry: Any, storage: dict[Any, Any], follow_symlinks: bool) -> None:
-        from torch.distributed.checkpoint.metadata import MetadataIndex
-
         where = f"{self.folder / METADATA}: tensor {name!r}"
         shape, dtype = tuple(entry.size), entry.properties.dtype
         if not isinstance(dtype, torch.dtype) or not all(isinstance(s, int) and s >= 0 for s in shape):
@@ -246,13 +236,12 @@ class DcpFolder:
             )
             if not inside:
                 raise ValueError(f"{where}: chunk {begin}+{sizes} is not inside shape {shape}")
-            info = storage.get(MetadataIndex(name, begin))
+            info = storage.get(Index(name, begin))
             if info is None:
                 raise ValueError(f"{where}: no storage is recorded for the chunk at {begin}")
             if getattr(info, "transform_descriptors", None):
                 raise ValueError(
-                    f"{where} was saved through {info.transform_descriptors}; only plain DCP files can be "
-                    "read"
+                    f"{where} was saved through {info.transform_descriptors}; only plain DCP files can be read"
                 )
             file, offset, length = info.relative_path, info.offset, info.length
             if not (isinstance(file, str) and isinstance(offset, int) and isinstance(length, int)):
@@ -264,12 +253,12 @@ class DcpFolder:
                     f"{where}: bytes {offset}..{offset + length} are past the end of {file} "
                     f"({self._paths[file].stat().st_size} bytes); truncated?"
                 )
+            if math.prod(sizes) * dtype.itemsize > length:
+                raise ValueError(f"{where}: {sizes} of {dtype} cannot be in {length} bytes of {file}")
             if math.prod(sizes):
                 chunks.append(_Chunk(begin, sizes, file, offset, length))
         if sum(math.prod(c.sizes) for c in chunks) != math.prod(shape):
-            raise ValueError(
-                f"{where}: its chunks do not add up to shape {shape}; a rank's file may be missing"
-            )
+            raise ValueError(f"{where}: its chunks do not add up to shape {shape}; a rank's file may be missing")
         chunks.sort(key=lambda c: c.begin)
         for i, chunk in enumerate(chunks):
             for other in chunks[i + 1 :]:
@@ -280,9 +269,7 @@ class DcpFolder:
                     for b, n, ob, on in zip(chunk.begin, chunk.sizes, other.begin, other.sizes, strict=True)
                 ):
                     raise ValueError(f"{where}: the chunks at {chunk.begin} and {other.begin} overlap")
-        self.tensors[name] = TensorInfo(
-            dtype, shape, chunks[0].file if len(chunks) == 1 else f"{len(chunks)} chunks"
-        )
+        self.tensors[name] = TensorInfo(dtype, shape, chunks[0].file if len(chunks) == 1 else f"{len(chunks)} chunks")
         self._chunks[name] = chunks
 
     def same_bytes(self, name: str, other: str) -> bool:
@@ -306,26 +293,25 @@ class DcpFolder:
         try:
             with zipfile.ZipFile(_FileWindow(descriptor, chunk.offset, chunk.length)) as archive:
                 members = {m.filename.split("/", 1)[-1]: m for m in archive.infolist()}
-                description = members["data.pkl"]
-                if description.file_size > MAX_DESCRIPTION or "data/0" not in members:
-                    raise ValueError("not one saved tensor")
-                if "byteorder" in members and archive.read(members["byteorder"])[:16] != b"little":
-                    raise ValueError("saved on a big-endian machine")
-                saved = safe_unpickle(
+                description, record = members["data.pkl"], members["data/0"]
+                order = members.get("byteorder")
+                if description.file_size > MAX_DESCRIPTION or (order and order.file_size > 16):
+                    raise ValueError("its description is too large")
+                if order and archive.read(order) != b"little":
+                    raise ValueError("it was saved on a big-endian machine")
+                _, first, size, stride, saved_dtype = safe_unpickle(
                     archive.read(description), _tensor_classes(), where, lambda pid: ("storage", *pid)
                 )
-                record = members["data/0"]
                 header = os.pread(descriptor, 30, chunk.offset + record.header_offset)
-        except (zipfile.BadZipFile, KeyError, OSError, NotImplementedError) as error:
+                last = first + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+        except Exception as error:  # zipfile, and what a pickle describes, can fail in any way
             raise ValueError(f"{where}: not a tensor that torch.save wrote: {error}") from None
-        _, first, size, stride, saved_dtype = saved
         begin = (
             record.header_offset
             + 30
             + int.from_bytes(header[26:28], "little")
             + int.from_bytes(header[28:30], "little")
         )
-        last = first + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
         if (
             record.compress_type != zipfile.ZIP_STORED
             or header[:4] != b"PK\3\4"
@@ -378,9 +364,7 @@ class DcpFolder:
                 first, last = max(low, row), min(high, row + rows)
                 if first < last:
                     target = out[(first - row) * info.row_bytes : (last - row) * info.row_bytes]
-                    self._read_box(
-                        name, chunk, local + first - low, last - first, begin[2], sizes[2], cols, target
-                    )
+                    self._read_box(name, chunk, local + first - low, last - first, begin[2], sizes[2], cols, target)
 
     def _read_box(
         self,
@@ -449,10 +433,5 @@ def _tensor_classes() -> dict[tuple[str, str], Any]:
         ("torch.storage", "UntypedStorage"): None,
         ("torch", "Size"): torch.Size,
     }
-    storages = {
-        "Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16,
-        "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8,
-        "Byte": torch.uint8, "Bool": torch.bool,
-    }  # fmt: skip
-    allowed.update({("torch", f"{name}Storage"): dtype for name, dtype in storages.items()})
+    allowed.update({("torch", name): dtype for name, dtype in STORAGES.items()})
     return allowed

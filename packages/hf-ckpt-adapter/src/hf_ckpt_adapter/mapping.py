@@ -25,14 +25,14 @@ from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 
 __all__ = [
-    "EXPERT_LAYOUTS",
-    "LAYOUTS",
+    "HUB_LAYOUTS",
     "SPELLINGS",
     "Layout",
     "Op",
     "Piece",
     "Reading",
     "Run",
+    "Shape",
     "Spelling",
     "Target",
     "missing_parts",
@@ -44,6 +44,7 @@ __all__ = [
 ]
 
 Shape = tuple[int, ...]
+MAX_EXPERTS = 9999  # a bound on what a shape in a hostile header can make us list
 
 
 class Op(Enum):
@@ -63,16 +64,13 @@ class Layout(StrEnum):
     PER_EXPERT = "per-expert"  # Hub names, one tensor an expert: what the Hub and servers read
     FUSED = "fused"  # Hub names, experts as two 3-D tensors a layer: transformers 5 in memory
     NATIVE = "native"  # TorchTitan's own Qwen3
-    NATIVE_WQKV = (
-        "native-wqkv"  # the same with q, k and v in one parameter, for models without the split hook
-    )
+    NATIVE_WQKV = "native-wqkv"  # the same, q, k and v in one parameter: for models without the split hook
     BACKEND = "backend"  # TorchTitan's Transformers backend
 
 
-LAYOUTS = tuple(layout.value for layout in Layout)
-EXPERT_LAYOUTS = ("per-expert", "fused", "as-source")
 _HUB = frozenset({Layout.PER_EXPERT, Layout.FUSED, Layout.BACKEND})
 _NATIVE = frozenset({Layout.NATIVE, Layout.NATIVE_WQKV})
+HUB_LAYOUTS = (Layout.PER_EXPERT, Layout.FUSED)  # those that Hugging Face folders have
 
 
 @dataclass(frozen=True)
@@ -150,11 +148,13 @@ SPELLINGS: tuple[Spelling, ...] = (
 # Module wrappers that leave a segment in a name, at any depth and in any order.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module"})
 _ADAPTER = re.compile(r"(^|\.)(lora_\w+|base_layer|modules_to_save|adapter_\w+)(\.|$)")
-_NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.)")
-# The tensor that tells the dialects apart, and with it what stands in front of every layer's name.
-_ANCHOR = re.compile(
-    r"^(?P<root>.*?)layers\.\d+\.(?P<norm>input_layernorm|attention_norm"
-    r"|post_attention_layernorm|ffn_norm|self_attn|attention)\."
+_NUMBER = re.compile(r"(?<=\.)(0|[1-9][0-9]{0,3})(?=\.)")  # up to 9999; anything else is no layer or expert
+# What follows a layer's number tells the dialects apart, and what stands before `layers.` is the root of all
+# names.
+_LAYER = re.compile(
+    r"^(?P<root>.*?)layers\.\d+\."
+    r"((?P<native>attention_norm|ffn_norm|attention|feed_forward|moe)"
+    r"|(?P<hub>input_layernorm|post_attention_layernorm|self_attn|mlp))\."
 )
 
 
@@ -207,9 +207,7 @@ class Reading:
     @property
     def layers(self) -> int:
         """One more than the highest layer number seen."""
-        return 1 + max(
-            (int(p.split(".")[2]) for p in self.parts if p.startswith("model.layers.")), default=-1
-        )
+        return 1 + max((int(p.split(".")[2]) for p in self.parts if p.startswith("model.layers.")), default=-1)
 
 
 def tidy(name: str) -> str:
@@ -236,10 +234,9 @@ def _find_roots(names: Iterable[str]) -> tuple[str, str]:
     answers."""
     found: dict[tuple[str, str], str] = {}
     for name in names:
-        match = _ANCHOR.match(name)
+        match = _LAYER.match(name)
         if match:
-            native = match["norm"] in ("attention_norm", "ffn_norm", "attention")
-            found.setdefault(("native" if native else "hub", match["root"]), name)
+            found.setdefault(("native" if match["native"] else "hub", match["root"]), name)
     if len(found) > 1:
         raise ValueError(
             "the checkpoint holds more than one model: "
@@ -346,7 +343,7 @@ def read_names(shapes: Mapping[str, Shape], *, dialect: str | None = None) -> Re
                 f"({clean!r}); keep one of them."
             )
         tidied[clean] = name
-    if dialect is None or any(_ANCHOR.match(clean) for clean in tidied):
+    if dialect is None or any(_LAYER.match(clean) for clean in tidied):
         dialect, root = _find_roots(tidied)
     else:
         root = "model." if dialect == "hub" else ""
@@ -376,6 +373,10 @@ def read_names(shapes: Mapping[str, Shape], *, dialect: str | None = None) -> Re
             reading.side[side_name(name)] = stored
             continue
         shape = tuple(shapes[stored])
+        if 0 in shape:
+            raise ValueError(f"{stored!r} has shape {list(shape)}: there is nothing in it")
+        if len(shape) == 3 and shape[0] > MAX_EXPERTS:
+            raise ValueError(f"{stored!r} has {shape[0]} experts; up to {MAX_EXPERTS} are read")
         ndim = 3 if spelling.op in (Op.STACK, Op.GATE_UP) else 1 if "norm" in pattern else 2
         if len(shape) != ndim:
             raise ValueError(f"{stored!r} has shape {list(shape)}; expected {ndim} dimensions")
@@ -401,9 +402,7 @@ def read_names(shapes: Mapping[str, Shape], *, dialect: str | None = None) -> Re
             assert piece.part is not None
             runs = reading.runs.setdefault(piece.part, [])
             if any(run.tensor != stored for run in runs):
-                raise ValueError(
-                    f"{runs[0].tensor!r} and {stored!r} both hold {piece.part!r}; keep one of them."
-                )
+                raise ValueError(f"{runs[0].tensor!r} and {stored!r} both hold {piece.part!r}; keep one of them.")
             runs.append(Run(piece.row, piece.rows, stored, row))
             row += piece.rows
         reading.parts.update(part_shapes)
@@ -411,8 +410,9 @@ def read_names(shapes: Mapping[str, Shape], *, dialect: str | None = None) -> Re
 
 
 def _expert_layout(spelling: Spelling, before: str | None) -> str:
-    """`fused` or `per-expert` or `stacked`, `mixed` when one layer has two; for reports and `as-source`."""
-    here = "per-expert" if spelling.op is Op.RENAME else "stacked" if "w" in spelling.name[-6:] else "fused"
+    """`fused`, `per-expert`, or `stacked` (TorchTitan), `mixed` when a layer has two; for reports,
+    `as-source`."""
+    here = next((o.value for o in (Layout.FUSED, Layout.PER_EXPERT) if o in spelling.layouts), "stacked")
     return here if before in (None, here) else "mixed"
 
 
@@ -450,7 +450,7 @@ def natural(name: str) -> list[tuple[int, int, str]]:
     """Sort key: numbers by value, and embedding, layers, norm, head in the order of the forward pass."""
     first = {"model.embed_tokens.weight": 0, "tok_embeddings.weight": 0}.get(name)
     order = first if first is not None else 1 if "layers." in name else 3 if "lm_head" in name else 2
-    return [(order, 0, "")] + [(0, int(s), "") if s.isdigit() else (1, 0, s) for s in name.split(".")]
+    return [(order, 0, "")] + [(0, int(s), "") if s.isdecimal() else (1, 0, s) for s in name.split(".")]
 
 
 def write_names(
@@ -490,9 +490,7 @@ def write_names(
             if e not in c
         ]
         if absent:
-            raise ValueError(
-                f"layer {layer} lacks experts: {absent[0]!r} and {len(absent) - 1} more are missing"
-            )
+            raise ValueError(f"layer {layer} lacks experts: {absent[0]!r} and {len(absent) - 1} more are missing")
         names = tuple(c[e] for c in columns for e in range(count))
         shapes = {parts[n] for n in names}
         if len(shapes) != 1:
@@ -506,13 +504,12 @@ def write_names(
         )
 
     by_layout = {
-        chosen: [s for s in SPELLINGS if chosen in s.layouts and s.op not in (Op.SIDE, Op.DROP)]
-        for chosen in Layout
+        chosen: [s for s in SPELLINGS if chosen in s.layouts and s.op not in (Op.SIDE, Op.DROP)] for chosen in Layout
     }
     layers = sorted({int(_abstract(p)[1][0]) for p in parts if _abstract(p)[1]})
     for layer in layers:
         wanted = (expert_layouts or {}).get(layer)
-        chosen = Layout(wanted) if wanted and layout in (Layout.PER_EXPERT, Layout.FUSED) else layout
+        chosen = Layout(wanted) if wanted and layout in HUB_LAYOUTS else layout
         for spelling in by_layout[chosen]:
             if spelling.op in (Op.STACK, Op.GATE_UP):
                 if any((p, str(layer)) in experts for p in spelling.parts):

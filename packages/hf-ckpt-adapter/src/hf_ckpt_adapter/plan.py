@@ -8,22 +8,37 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from .assets import Sizes, check_config, sizes_of, stored_dtype, tied
-from .mapping import SPELLINGS, Layout, Op, Piece, Reading, Target, missing_parts, read_names, write_names
-from .tensors import TensorInfo, TensorSource
+from .mapping import (
+    HUB_LAYOUTS,
+    SPELLINGS,
+    Layout,
+    Piece,
+    Reading,
+    Shape,
+    Target,
+    missing_parts,
+    read_names,
+    write_names,
+)
+from .tensors import WEIGHT_DTYPES, TensorInfo, TensorSource
 
-__all__ = ["Options", "Output", "Plan", "Read", "make_plan"]
+__all__ = ["Options", "Output", "Plan", "Read", "make_plan", "refuse_unexpected", "resolve"]
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # The most rows that rounding a vocabulary up for tensor parallelism adds; more is not padding but a wrong
 # config.
 MAX_PADDING = 1024
+EXPERTS = ("per-expert", "fused", "as-source")
+HEADS = ("omit", "write")
+ON_UNTIED = ("fail", "untie", "drop")
 
 
 @dataclass(frozen=True)
@@ -50,6 +65,17 @@ class Options:
     fit_config: bool = False
     max_shard_bytes: int = 5_000_000_000
     pad_vocab_to: int = 1
+
+    def __post_init__(self) -> None:
+        words = {"experts": EXPERTS, "head": HEADS, "on_untied": ON_UNTIED}
+        for name, known in words.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}")
+        if self.dtype is not None and self.dtype not in WEIGHT_DTYPES:
+            raise ValueError(f"dtype is {self.dtype}; weights can be cast to {', '.join(map(str, WEIGHT_DTYPES))}")
+        for name in ("max_shard_bytes", "pad_vocab_to"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
 
 
 @dataclass(frozen=True)
@@ -78,16 +104,46 @@ class Plan:
     """A whole conversion. `aliases` are names that share another output's bytes (a tied head in DCP)."""
 
     layout: Layout
-    outputs: list[Output]
     config: dict[str, Any]
     tie: bool
     dtype: torch.dtype | None
     reading: Reading
-    sizes: Sizes
+    sizes: Sizes = field(default_factory=Sizes)
+    outputs: list[Output] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
     trimmed: dict[str, int] = field(default_factory=dict)
     cast: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+    @property
+    def to_hub(self) -> bool:
+        """Whether the layout is one of Hugging Face's."""
+        return self.layout in HUB_LAYOUTS
+
+    def check_side(self, state: Mapping[str, torch.Tensor]) -> None:
+        """ValueError when native-only state is not of this model: one number for each expert of a MoE
+        layer."""
+        for name, tensor in state.items():
+            layer = int(name.split(".")[1])
+            if layer not in self.reading.experts or tuple(tensor.shape) != (self.sizes.num_experts,):
+                raise ValueError(
+                    f"native-only state {name!r} of shape {list(tensor.shape)} is not of this model, which "
+                    "has "
+                    f"{self.sizes.num_experts} experts in layers {sorted(self.reading.experts)}"
+                )
+
+    def side_names(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Native-only state under the names of a TorchTitan layout.
+
+        A MoE layer without any gets a zero bias: TorchTitan's model has that buffer (moe.py,
+        `load_balance_coeff`) and DCP refuses to load a model of which the checkpoint lacks a name.
+        """
+        full = {f"layers.{n}.moe.expert_bias_E": torch.zeros(self.sizes.num_experts) for n in self.reading.experts}
+        full.update(state)
+        if self.layout is Layout.BACKEND:
+            full = {re.sub(r"^layers\.(\d+)\.moe\.", r"model.model.layers.\1.mlp.", n): t for n, t in full.items()}
+        return dict(sorted(full.items()))
 
 
 def refuse_unexpected(reading: Reading) -> None:
@@ -99,17 +155,11 @@ def refuse_unexpected(reading: Reading) -> None:
         near = difflib.get_close_matches(name, known, 1, 0.4)
         shown.append(f"{name!r}" + (f" (nearest known: {near[0]!r})" if near else ""))
     raise ValueError(
-        f"{len(reading.unexpected)} tensors that a Qwen3 ({reading.dialect} names) does not have: "
-        f"{', '.join(shown)}"
+        f"{len(reading.unexpected)} tensors that a Qwen3 ({reading.dialect} names) does not have: {', '.join(shown)}"
     )
 
 
-def _target_dtype(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """Only floating tensors are cast."""
-    return wanted if wanted is not None and stored.is_floating_point else stored
-
-
-def _resolve(target: Target, reading: Reading) -> tuple[Read, ...]:
+def resolve(target: Target, reading: Reading) -> tuple[Read, ...]:
     """Turn pieces of parts into reads of stored tensors, neighbouring reads merged."""
     reads: list[Read] = []
 
@@ -153,15 +203,15 @@ def _check_layers(config: Mapping[str, Any], reading: Reading) -> None:
         raise ValueError(f"config.json lists {len(types)} layer_types for {reading.layers} layers")
 
 
-def fit_config(config: Mapping[str, Any], sizes: Sizes, layers: int, vocab_size: int) -> dict[str, Any]:
+def fit_config(config: Mapping[str, Any], sizes: Sizes, vocab_size: int) -> dict[str, Any]:
     """`config` with every size replaced by what the tensors say; `layer_types` repeated when all are one
     kind."""
-    moe = sizes.num_experts > 0
-    told = {k: v for k, v in vars(sizes).items() if v}
-    result = {**config, **told, "vocab_size": vocab_size, "model_type": "qwen3_moe" if moe else "qwen3"}
+    told = {name: value for name, value in vars(sizes).items() if value}
+    kind = "qwen3_moe" if sizes.num_experts else "qwen3"
+    result = {**config, **told, "vocab_size": vocab_size, "model_type": kind}
     types = config.get("layer_types")
     if types and len(set(types)) == 1:
-        result["layer_types"] = [types[0]] * layers
+        result["layer_types"] = [types[0]] * sizes.num_hidden_layers
     return result
 
 
@@ -179,118 +229,138 @@ def make_plan(source: TensorSource, config: Mapping[str, Any], layout: Layout, o
     tensors = source.tensors
     reading = read_names({name: info.shape for name, info in tensors.items()})
     refuse_unexpected(reading)
-    parts, notes = dict(reading.parts), list(getattr(source, "notes", ()))
-    tie = tied(config)
-    to_hub = layout in (Layout.PER_EXPERT, Layout.FUSED)
+    parts = dict(reading.parts)
+    wanted = options.dtype or (stored_dtype(config) if layout in HUB_LAYOUTS else None)
+    plan = Plan(layout, config=dict(config), tie=tied(config), dtype=wanted, reading=reading)
+    plan.notes += getattr(source, "notes", ())
+    twin = _settle_tie(plan, parts, options)
+    plan.missing = _check_complete(parts, reading, plan.tie, options)
+    plan.sizes = sizes_of(Reading(parts=parts))
+    vocab = _size_vocabulary(plan, parts, options)
+    _settle_config(plan, vocab, options)
 
-    # Ties: after this, `parts` has what is to be written under its own bytes, `alias` what shares bytes.
-    witness_of: dict[str, str] = {}
-    alias_head = False
-    if tie and HEAD in parts and EMBED in parts:
-        if parts[HEAD] != parts[EMBED]:
-            raise ValueError(
-                f"config.json ties the head, but lm_head is {list(parts[HEAD])} and the embedding "
-                f"{list(parts[EMBED])}"
-            )
-        if options.on_untied == "untie":
-            tie = False
-        elif options.on_untied == "fail":
-            witness_of[EMBED] = HEAD
-    elif tie and HEAD in parts:
-        parts[EMBED] = parts[HEAD]
-        reading.runs[EMBED] = reading.runs[HEAD]
-        notes.append("the embedding is absent; taken from the tied lm_head")
-    if tie:
-        parts.pop(HEAD, None)
-        alias_head = not to_hub
-        if to_hub and options.head == "write" and EMBED in parts:
-            parts[HEAD] = parts[EMBED]
-            reading.runs[HEAD] = reading.runs[EMBED]
+    for target in write_names(parts, layout, expert_layouts=_expert_layouts(reading, options)):
+        part = target.pieces[0].part or ""
+        if part in (EMBED, HEAD):
+            pieces = (Piece(part, 0, vocab), Piece(None, 0, target.shape[0] - vocab))
+            target = Target(target.name, target.shape, pieces)
+        output = _output(target, reading, tensors, wanted)
+        if output.info.dtype != output.stored:
+            cast = f"{str(output.stored)[6:]} -> {str(output.info.dtype)[6:]}"
+            plan.cast[cast] = plan.cast.get(cast, 0) + 1
+        if part == EMBED and twin is not None:
+            output = _with_witness(output, twin, vocab, source, reading)
+        plan.outputs.append(output)
+    if plan.tie and not plan.to_hub:
+        head, embed = (write_names({part: (1, 1)}, layout)[0].name for part in (HEAD, EMBED))
+        plan.aliases[head] = embed
+    return plan
 
-    counts = {int(p.split(".")[5]) for p in parts if ".mlp.experts." in p}
+
+def _settle_tie(plan: Plan, parts: dict[str, Shape], options: Options) -> str | None:
+    """Decide whether the model is tied and which of the two matrices is written under its own bytes.
+
+    Returns the head's stored name when the embedding has to be compared with it.
+    """
+    if not plan.tie or HEAD not in parts:
+        if plan.tie and plan.to_hub and options.head == "write" and EMBED in parts:
+            parts[HEAD], plan.reading.runs[HEAD] = parts[EMBED], plan.reading.runs[EMBED]
+        return None
+    if EMBED not in parts:
+        parts[EMBED], plan.reading.runs[EMBED] = parts[HEAD], plan.reading.runs[HEAD]
+        plan.notes.append("the embedding is absent; taken from the tied lm_head")
+    elif parts[HEAD] != parts[EMBED]:
+        shapes = f"lm_head is {list(parts[HEAD])} and the embedding {list(parts[EMBED])}"
+        raise ValueError(f"config.json ties the head, but {shapes}")
+    if options.on_untied == "untie":
+        plan.tie = False
+        return None
+    if not (plan.to_hub and options.head == "write"):
+        del parts[HEAD]
+    elif options.on_untied == "drop":
+        plan.reading.runs[HEAD] = plan.reading.runs[EMBED]
+    return plan.reading.runs[HEAD][0].tensor if options.on_untied == "fail" else None
+
+
+def _check_complete(parts: Mapping[str, Shape], reading: Reading, tie: bool, options: Options) -> list[str]:
+    """Refuse a model with parts missing; returns those that are allowed to be."""
+    numbers = {int(p.split(".")[5]) for p in parts if ".mlp.experts." in p}
     experts = max((shape[0] for p, shape in parts.items() if p.endswith(".mlp.gate.weight")), default=0)
-    if counts and max(counts) >= experts:
-        raise ValueError(f"the router has {experts} rows but an expert {max(counts)} exists")
-    missing = missing_parts(
-        Reading(parts=parts, experts=reading.experts), layers=reading.layers, experts=experts, tied=tie
-    )
+    if numbers and max(numbers) >= experts:
+        raise ValueError(f"there is an expert {max(numbers)}, but the router has {experts} rows")
+    found = Reading(parts=dict(parts), experts=reading.experts)
+    missing = missing_parts(found, layers=reading.layers, experts=experts, tied=tie)
     if missing == [HEAD]:
-        if not options.allow_missing_head:
-            raise ValueError(
-                "this is a backbone without its head: lm_head.weight is absent and config.json does not tie "
-                "it to "
-                "the embedding. Allow it (allow_missing_head, --allow-missing-head) if that is meant."
-            )
-    elif missing:
+        if options.allow_missing_head:
+            return missing
         raise ValueError(
-            f"{len(missing)} tensors are missing: "
-            f"{', '.join(map(repr, missing[:5]))}{' ...' if len(missing) > 5 else ''}"
+            "this is a backbone without its head: lm_head.weight is absent and config.json does not tie it "
+            "to the "
+            "embedding. Allow that with allow_missing_head (--allow-missing-head) if it is meant."
         )
-    empty = [part for part, shape in parts.items() if 0 in shape]
-    if empty:
-        raise ValueError(f"{empty[0]!r} has shape {list(parts[empty[0]])}: nothing in it")
-    sizes = sizes_of(Reading(parts=parts))
+    if missing:
+        shown = ", ".join(map(repr, missing[:5])) + (" ..." if len(missing) > 5 else "")
+        raise ValueError(f"{len(missing)} tensors are missing: {shown}")
+    return []
 
-    # Vocabulary: trimmed to the config's size, padded to a multiple.
-    vocab = sizes.vocab_size
-    stated = config.get("vocab_size", vocab)
-    trimmed: dict[str, int] = {}
-    if isinstance(stated, int) and 0 < vocab - stated < MAX_PADDING and not options.fit_config:
+
+def _size_vocabulary(plan: Plan, parts: dict[str, Shape], options: Options) -> int:
+    """Trim embedding and head to the config's vocabulary and pad them to a multiple; the rows that come from
+    the source."""
+    stored = plan.sizes.vocab_size
+    stated = plan.config.get("vocab_size", stored)
+    vocab = stored
+    if isinstance(stated, int) and 0 < stored - stated < MAX_PADDING and not options.fit_config:
         vocab = stated
-        trimmed = {p: sizes.vocab_size - stated for p in (EMBED, HEAD) if p in parts}
+        plan.trimmed = {p: stored - stated for p in (EMBED, HEAD) if p in parts}
     padded = math.ceil(vocab / options.pad_vocab_to) * options.pad_vocab_to
     for part in (EMBED, HEAD):
         if part in parts:
             parts[part] = (padded, *parts[part][1:])
-
-    full = fit_config(config, sizes, reading.layers, vocab) if options.fit_config else dict(config)
-    full = check_config(full, sizes, vocab_size=vocab)
-    _check_layers(full, reading)
-    full.setdefault("model_type", "qwen3_moe" if sizes.num_experts else "qwen3")
-    full.setdefault("architectures", ["Qwen3MoeForCausalLM" if sizes.num_experts else "Qwen3ForCausalLM"])
-
-    wanted = options.dtype or (stored_dtype(config) if to_hub else None)
-    expert_layouts = None
-    if options.experts == "as-source":
-        expert_layouts = {
-            n: "fused" if kind == "fused" else "per-expert" for n, kind in reading.experts.items()
-        }
-    plan = Plan(layout, [], full, tie, wanted, reading, sizes, trimmed=trimmed, notes=notes)
-    for target in write_names(parts, layout, expert_layouts=expert_layouts):
-        part = target.pieces[0].part or ""
-        if part in (EMBED, HEAD):
-            head_rows = Piece(part, 0, min(vocab, target.shape[0]))
-            pieces = (head_rows, Piece(None, 0, target.shape[0] - vocab))
-            target = Target(target.name, target.shape, pieces)
-        reads = _resolve(target, reading)
-        dtypes = {tensors[r.tensor].dtype for r in reads if r.tensor is not None}
-        if len(dtypes) > 1:
-            raise ValueError(
-                f"{target.name!r} joins tensors of {' and '.join(sorted(map(str, dtypes)))}; choose one with "
-                "dtype"
-            )
-        stored = dtypes.pop()
-        info = TensorInfo(_target_dtype(stored, wanted), target.shape)
-        if info.dtype != stored:
-            key = f"{str(stored)[6:]} -> {str(info.dtype)[6:]}"
-            plan.cast[key] = plan.cast.get(key, 0) + 1
-        witness: tuple[Read, ...] = ()
-        if part in witness_of and not _same_place(source, reading, part, witness_of[part]):
-            twin = Target(
-                target.name, target.shape, (Piece(witness_of[part], 0, min(vocab, target.shape[0])),)
-            )
-            witness = _resolve(twin, reading)
-        plan.outputs.append(Output(target.name, info, stored, reads, witness))
-        if part == EMBED and alias_head:
-            head = next(
-                s.name for s in SPELLINGS if layout in s.layouts and s.op is Op.RENAME and s.parts == (HEAD,)
-            )
-            plan.aliases[("model." if layout is Layout.BACKEND else "") + head] = target.name
-    return plan
+    return vocab
 
 
-def _same_place(source: TensorSource, reading: Reading, part: str, twin: str) -> bool:
-    """Whether a tied pair was stored as one region, so that there is nothing to compare."""
+def _settle_config(plan: Plan, vocab: int, options: Options) -> None:
+    """Check the config against the tensors and fill in what it leaves out."""
+    if options.fit_config:
+        plan.config = fit_config(plan.config, plan.sizes, vocab)
+    plan.config = check_config(plan.config, plan.sizes, vocab_size=vocab)
+    _check_layers(plan.config, plan.reading)
+    moe = plan.sizes.num_experts > 0
+    plan.config.setdefault("model_type", "qwen3_moe" if moe else "qwen3")
+    plan.config.setdefault("architectures", ["Qwen3MoeForCausalLM" if moe else "Qwen3ForCausalLM"])
+
+
+def _expert_layouts(reading: Reading, options: Options) -> dict[int, str] | None:
+    """Layer -> layout for `as-source`; a layer that was stacked by TorchTitan is written per expert."""
+    if options.experts != "as-source":
+        return None
+    return {layer: "fused" if kind == "fused" else "per-expert" for layer, kind in reading.experts.items()}
+
+
+def _output(target: Target, reading: Reading, tensors: Mapping[str, TensorInfo], wanted: torch.dtype | None) -> Output:
+    reads = resolve(target, reading)
+    stored, *others = {tensors[r.tensor].dtype for r in reads if r.tensor is not None}
+    if others:
+        names = " and ".join(sorted(map(str, (stored, *others))))
+        raise ValueError(f"{target.name!r} joins tensors of {names}; convert them to one dtype first")
+    # Only floating tensors are cast.
+    dtype = wanted if wanted is not None and stored.is_floating_point else stored
+    return Output(target.name, TensorInfo(dtype, target.shape), stored, reads)
+
+
+def _with_witness(output: Output, twin: str, vocab: int, source: TensorSource, reading: Reading) -> Output:
+    """The embedding, to be compared with the stored head while it is read; as it is when both are one
+    region."""
+    info = source.tensors[twin]
     same = getattr(source, "same_bytes", None)
-    ours, theirs = reading.runs[part], reading.runs[twin]
-    return same is not None and len(ours) == len(theirs) == 1 and same(ours[0].tensor, theirs[0].tensor)
+    stored = output.reads[0].tensor
+    if stored == twin or (same is not None and same(stored, twin)):
+        return output
+    if info.dtype != output.stored:
+        raise ValueError(
+            f"config.json ties the head, but {stored!r} is {output.stored} and {twin!r} is {info.dtype}. "
+            "Choose "
+            "with on_untied (--on-untied): untie or drop."
+        )
+    return replace(output, witness=(Read(twin, 0, vocab),))

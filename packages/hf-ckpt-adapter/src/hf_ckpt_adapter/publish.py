@@ -1,11 +1,13 @@
 """Put a folder in place whole or not at all, and go on after an interruption.
 
-A folder is built beside its place, as `.<name>.partial`, with a journal of the files that are finished. When
-all is written and flushed, the marker `complete.json` goes in (file sizes, per-tensor checksums), the journal
-goes out, and one rename puts the folder in place; a folder that was there is swapped out in the same system
-call where Linux has it. Killed before the rename: the old folder is untouched, and the next run goes on after
-the last finished file. On mounts that cannot rename (`write_once`), files are written in place and the
-marker, written last, is the commit.
+A folder is built beside its place, as `.<name>.partial`; each finished file is flushed and noted in
+`unfinished/`. When all are there, the marker `complete.json` is written (file sizes, per-tensor checksums)
+and one rename puts the folder in place; a folder that was there is swapped out in the same system call where
+Linux has it. Killed before that, the old folder is untouched, and the next run goes on after the last
+finished file.
+
+On mounts that cannot rename or write a file twice (`write_once`), files are written in place and the marker,
+written last, is the commit: `unfinished/` without a marker beside it means that the folder is no checkpoint.
 """
 
 from __future__ import annotations
@@ -16,37 +18,55 @@ import fcntl
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-__all__ = ["MARKER", "Staging", "is_unfinished", "read_marker"]
+__all__ = ["MARKER", "UNFINISHED", "Staging", "is_unfinished", "read_marker", "refuse_unfinished"]
 
 MARKER = "complete.json"
-JOURNAL = "unfinished.json"
-_OURS = (".safetensors", ".json", ".txt", ".jinja", ".model", ".distcp", ".metadata", ".py", ".md")
+UNFINISHED = "unfinished"
+_PLAN = "plan.json"
+MAX_MARKER = 256 << 20
+# What a folder that may be replaced consists of; anything else in it is somebody's.
+_CHECKPOINT_FILES = (".safetensors", ".json", ".txt", ".jinja", ".model", ".distcp", ".metadata", ".md")
+_CHECKPOINT_FOLDERS = ("assets", "titan_state", UNFINISHED)
 
 
 def is_unfinished(folder: Path) -> bool:
     """Whether a folder is one of ours that was never completed."""
-    return (folder / JOURNAL).exists() and not (folder / MARKER).exists()
+    return (folder / UNFINISHED).exists() and not (folder / MARKER).exists()
+
+
+def refuse_unfinished(folder: Path) -> None:
+    """ValueError when `folder` is one of ours without its marker."""
+    if is_unfinished(folder):
+        raise ValueError(
+            f"{folder} is an unfinished conversion: {UNFINISHED}/ is there and the marker {MARKER} is not. "
+            "Run the "
+            "conversion again; it goes on where it stopped."
+        )
 
 
 def read_marker(folder: Path) -> dict[str, Any] | None:
-    """The marker of a completed folder; None when it has none (it was not written by this package)."""
+    """The marker of a completed folder; None when there is none (this package did not write it)."""
+    path = folder / MARKER
     try:
-        marker = json.loads((folder / MARKER).read_text())
+        if path.stat().st_size > MAX_MARKER:
+            raise ValueError(f"{path} has {path.stat().st_size} bytes; up to {MAX_MARKER} are read")
+        marker = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise ValueError(f"{folder / MARKER} is not valid JSON: {error}") from None
-    if not isinstance(marker, dict) or not isinstance(marker.get("files"), dict):
-        raise ValueError(f"{folder / MARKER} is not a completeness marker")
+        raise ValueError(f"{path} is not a completeness marker: {error}") from None
+    if not isinstance(marker, dict) or not all(isinstance(marker.get(k), dict) for k in ("files", "tensors")):
+        raise ValueError(f"{path} is not a completeness marker: it lacks files or tensors")
     return marker
 
 
-def sync_folder(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     """Flush a folder's own entries."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -78,149 +98,166 @@ class Staging:
 
     Args:
         out: where it will be.
-        fingerprint: what is being written from what; work left by a run with another fingerprint is
+        fingerprint: what is being written from what; work that a run with another fingerprint left is
             discarded.
-        overwrite: replace a folder that is there. Only folders that hold nothing but checkpoint files are
-            replaced.
+        overwrite: replace a folder that is there, if it holds nothing but parts of a checkpoint.
         write_once: write in place, marker last.
+
+    `done` maps the files that an interrupted run finished to what it noted about them.
 
     Raises:
         FileExistsError: `out` is there and `overwrite` is not set, or it holds files that are not ours.
         BlockingIOError: another process is writing the same folder.
     """
 
-    def __init__(
-        self, out: Path, fingerprint: str, *, overwrite: bool = False, write_once: bool = False
-    ) -> None:
-        self.out, self.write_once = out, write_once
+    def __init__(self, out: Path, fingerprint: str, *, overwrite: bool = False, write_once: bool = False) -> None:
+        self.out = out = Path(os.path.abspath(out))
+        self.write_once = write_once
         self.folder = out if write_once else out.parent / f".{out.name}.partial"
+        self._journal = self.folder / UNFINISHED
         self._check(overwrite)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.folder, os.O_RDONLY)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise BlockingIOError(
-                f"{out} is being written by another process ({self.folder} is locked)"
-            ) from None
+        self._lock = self._take_lock()
         self.done: dict[str, Any] = {}
-        self._fingerprint = fingerprint
-        self._resume()
+        self._resume(fingerprint)
 
     def _check(self, overwrite: bool) -> None:
-        if (
-            not self.out.exists()
-            or not any(self.out.iterdir())
-            or (self.write_once and is_unfinished(self.out))
-        ):
+        if not self.out.exists():
+            return
+        if not self.out.is_dir():
+            raise FileExistsError(f"{self.out} is a file; expected a folder, or nothing, at that place")
+        if not any(self.out.iterdir()) or (self.write_once and is_unfinished(self.out)):
             return
         if not overwrite or self.write_once:
             raise FileExistsError(
-                f"{self.out} exists and is not empty. Choose another folder, or replace it as a whole "
-                "(overwrite=True, --overwrite)."
+                f"{self.out} exists and is not empty. Choose another folder"
+                + ("." if self.write_once else ", or replace it as a whole (overwrite=True, --overwrite).")
             )
         foreign = [
             p.name
             for p in self.out.iterdir()
-            if not p.name.endswith(_OURS) and not (p.is_dir() and p.name in ("assets", "titan_state"))
+            if not (p.name in _CHECKPOINT_FOLDERS if p.is_dir() else p.name.endswith(_CHECKPOINT_FILES))
         ]
-        if foreign and read_marker(self.out) is None:
+        if foreign:
             raise FileExistsError(
-                f"{self.out} holds {', '.join(sorted(foreign)[:5])}, which are not parts of a checkpoint; it "
-                "is not "
-                "replaced. Choose another folder."
+                f"{self.out} holds {', '.join(sorted(foreign)[:5])}, not part of a checkpoint; the folder is "
+                "not "
+                "replaced. Choose another, or move them out."
             )
 
-    def _resume(self) -> None:
+    def _take_lock(self) -> int:
+        descriptor = os.open(self.folder, os.O_RDONLY)
         try:
-            journal = json.loads((self.folder / JOURNAL).read_text())
-        except (FileNotFoundError, ValueError):
-            journal = {}
-        if journal.get("fingerprint") == self._fingerprint:
-            self.done = {
-                name: entry
-                for name, entry in journal.get("files", {}).items()
-                if (self.folder / name).is_file() and (self.folder / name).stat().st_size == entry["size"]
-            }
-        for entry in self.folder.iterdir():
-            if entry.is_dir():
-                shutil.rmtree(entry)
-            elif entry.name not in self.done:
-                entry.unlink()
-        self._write_journal()
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise BlockingIOError(f"{self.out} is being written by another process") from None
+        except OSError as error:
+            warnings.warn(
+                f"{self.folder} cannot be locked ({error}); see to it that one process writes it",
+                stacklevel=4,
+            )
+        return descriptor
 
-    def _write_journal(self) -> None:
-        text = json.dumps({"fingerprint": self._fingerprint, "files": self.done}).encode()
-        if self.write_once and (self.folder / JOURNAL).exists():
-            return  # written once: finished files are not recorded, an interrupted run starts again
-        self._replace(JOURNAL, text)
+    def _resume(self, fingerprint: str) -> None:
+        notes = self._notes()
+        if notes.pop(_PLAN, {}).get("fingerprint") == fingerprint:
+            for name, note in notes.items():
+                path = self.folder / name
+                if path.is_file() and path.stat().st_size == note.get("size"):
+                    self.done[name] = note
+        elif not self.write_once:
+            shutil.rmtree(self._journal, ignore_errors=True)
+        elif notes or any(p.name != UNFINISHED for p in self.folder.iterdir()):
+            raise FileExistsError(
+                f"{self.out} holds an unfinished conversion of something else, and files there cannot be "
+                "written "
+                "twice. Remove the folder."
+            )
+        kept = {self.folder / name for name in self.done} | {self._journal}
+        for path in self.folder.iterdir():
+            if path in kept:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        self._journal.mkdir(exist_ok=True)
+        if not (self._journal / _PLAN).exists():
+            self._write(self._journal / _PLAN, json.dumps({"fingerprint": fingerprint}).encode())
 
-    def _replace(self, name: str, data: bytes) -> None:
-        target = self.folder / name
-        temporary = target if self.write_once else self.folder / f"{name}.tmp"
-        with open(temporary, "wb") as file:
+    def _notes(self) -> dict[str, dict[str, Any]]:
+        """What is noted in `unfinished/`; a note that was being written when the power went does not
+        count."""
+        notes = {}
+        for path in self._journal.glob("*.json"):
+            with suppress(ValueError):
+                note = json.loads(path.read_bytes())
+                if isinstance(note, dict):
+                    notes[path.name if path.name == _PLAN else path.name.removesuffix(".json")] = note
+        return notes
+
+    def _write(self, path: Path, data: bytes) -> None:
+        with self._opened(path) as file:
             file.write(data)
+
+    @contextmanager
+    def _opened(self, path: Path) -> Iterator[BinaryIO]:
+        temporary = path if self.write_once else path.with_name(path.name + ".tmp")
+        with open(temporary, "wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
-        if temporary != target:
-            os.replace(temporary, target)
+        if temporary != path:
+            os.replace(temporary, path)
 
     @contextmanager
     def file(self, name: str) -> Iterator[BinaryIO]:
-        """A file to write front to back; complete under its name, and flushed, only when the block ends
-        well."""
-        target = self.folder / name
-        temporary = target if self.write_once else self.folder / f"{name}.tmp"
-        temporary.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb", buffering=0) as file:
+        """A file to write front to back: flushed, and under its name, only when the block ends well."""
+        path = self.folder / name
+        path.parent.mkdir(exist_ok=True)
+        with self._opened(path) as file:
             yield file
-            os.fsync(file.fileno())
-        if temporary != target:
-            os.replace(temporary, target)
 
-    def record(self, name: str, entry: Mapping[str, Any]) -> None:
-        """Note a finished file in the journal: from here on a resumed run keeps it."""
-        self.done[name] = {**entry, "size": (self.folder / name).stat().st_size}
-        self._write_journal()
+    def note(self, name: str, note: Mapping[str, Any]) -> None:
+        """Note a finished file: from here on a resumed run keeps it."""
+        self.done[name] = {**note, "size": (self.folder / name).stat().st_size}
+        self._write(self._journal / f"{name}.json", json.dumps(self.done[name]).encode())
 
     def commit(self, marker: Mapping[str, Any]) -> None:
         """Write the marker and put the folder in its place."""
-        for path in self.folder.rglob("*"):
-            if path.is_file() and path.name not in self.done:
-                with open(path, "rb") as file:
-                    os.fsync(file.fileno())
+        for path in (p for p in self.folder.rglob("*") if p.is_dir()):
+            _sync_folder(path)
         sizes = {
             str(p.relative_to(self.folder)): p.stat().st_size
             for p in sorted(self.folder.rglob("*"))
-            if p.is_file() and p.name != JOURNAL
+            if p.is_file() and p.parent != self._journal
         }
-        text = json.dumps({**marker, "files": sizes}, indent=1, sort_keys=True).encode() + b"\n"
-        self._replace(MARKER, text)
-        if not self.write_once:
-            (self.folder / JOURNAL).unlink()
-        sync_folder(self.folder)
+        self._write(
+            self.folder / MARKER,
+            json.dumps({**marker, "files": sizes}, indent=1, sort_keys=True).encode() + b"\n",
+        )
+        _sync_folder(self.folder)
         if not self.write_once:
             self._put_in_place()
-            sync_folder(self.out.parent)
+            _sync_folder(self.out.parent)
+            shutil.rmtree(self.out / UNFINISHED)
         os.close(self._lock)
 
     def _put_in_place(self) -> None:
-        if self.out.exists():
-            if not any(self.out.iterdir()):
-                self.out.rmdir()
-            elif _swap(self.folder, self.out):
+        if self.out.exists() and any(self.out.iterdir()):
+            if _swap(self.folder, self.out):
                 shutil.rmtree(self.folder)
                 return
-            else:  # two renames; a kill between them leaves the old folder under this name
-                previous = self.out.parent / f".{self.out.name}.previous"
-                shutil.rmtree(previous, ignore_errors=True)
-                os.rename(self.out, previous)
-                os.rename(self.folder, self.out)
-                shutil.rmtree(previous)
-                return
-        os.rename(self.folder, self.out)
+            # Two renames; a kill between them leaves the old folder under this name.
+            previous = self.out.parent / f".{self.out.name}.previous"
+            shutil.rmtree(previous, ignore_errors=True)
+            os.rename(self.out, previous)
+            os.rename(self.folder, self.out)
+            shutil.rmtree(previous)
+            return
+        os.rename(self.folder, self.out)  # onto nothing, or onto an empty folder
 
     def abandon(self) -> None:
-        """Give up the lock, keeping what was written for a later run."""
+        """Give up the lock; what was written stays for a later run."""
         os.close(self._lock)

@@ -1,22 +1,22 @@
-"""What a conversion did, for people (`summary`) and for scripts (`to_json`)."""
+"""What a conversion did, for people (`summary`) and for scripts (`to_dict`)."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Report"]
+__all__ = ["Report", "size_text"]
 
 
 @dataclass
 class Report:
     """Counts and names of everything that was read, written, changed or left behind.
 
-    Bytes are tensor bytes. `missing` and `unexpected` are part names and stored names; a strict conversion
-    (the default) raises instead of returning them. `left_out` counts state that is not weights, by kind.
+    Bytes are tensor bytes, `bytes_resumed` those that an earlier run had finished. `missing` are parts that
+    are allowed to be absent; anything else missing, or unexpected, is an error and not a line in a report.
+    `left_out` counts state that is not weights, by kind.
     """
 
     source: str = ""
@@ -25,7 +25,6 @@ class Report:
     dtype: str = ""
     tensors_read: int = 0
     tensors_written: int = 0
-    bytes_read: int = 0
     bytes_written: int = 0
     bytes_resumed: int = 0
     files: list[str] = field(default_factory=list)
@@ -33,27 +32,26 @@ class Report:
     dropped: list[str] = field(default_factory=list)
     trimmed: dict[str, int] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
     side_state: dict[str, float] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
-    def to_json(self) -> str:
-        """All fields as one JSON object."""
-        return json.dumps(dataclasses.asdict(self), indent=2, sort_keys=True)
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, for JSON."""
+        return dataclasses.asdict(self)
 
     def summary(self) -> str:
         """A few lines that say what happened, warnings last."""
-        speed = f", {_size(self.bytes_written / self.seconds)}/s" if self.seconds > 0 else ""
+        speed = f", {size_text(self.bytes_written / self.seconds)}/s" if self.seconds > 0 else ""
         lines = [
             f"{self.source} -> {self.out}",
             f"  {self.tensors_read} tensors read, {self.tensors_written} written as {self.layout} in "
             f"{self.dtype}: "
-            f"{_size(self.bytes_written)} in {len(self.files)} file(s), {self.seconds:.1f} s{speed}",
+            f"{size_text(self.bytes_written)} in {len(self.files)} file(s), {self.seconds:.1f} s{speed}",
         ]
         if self.bytes_resumed:
-            lines.append(f"  resumed: {_size(self.bytes_resumed)} were already there")
+            lines.append(f"  resumed: {size_text(self.bytes_resumed)} were already there")
         lines += [f"  cast: {n} tensors {what}" for what, n in self.cast.items()]
         lines += [f"  trimmed: {n} padding rows of {name}" for name, n in self.trimmed.items()]
         if self.dropped:
@@ -69,7 +67,7 @@ def _counts(counts: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} ({n} entries)" for name, n in sorted(counts.items()))
 
 
-def _size(count: float) -> str:
+def size_text(count: float) -> str:
     """Bytes for people: 1.19 GB."""
     for unit in ("B", "kB", "MB"):
         if count < 1000:

@@ -10,29 +10,27 @@ Format: https://huggingface.co/docs/safetensors (8-byte little-endian header len
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
 import os
 import stat
 import struct
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from .tensors import DTYPE_NAMES, DTYPES, TensorInfo
 
 __all__ = [
     "INDEX_NAME",
     "SafetensorsFolder",
-    "ShardWriter",
     "header_bytes",
     "index_bytes",
     "read_header",
     "regular_file",
     "shard_names",
     "split_shards",
+    "tensor_order",
 ]
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -137,9 +135,7 @@ def read_header(path: Path) -> tuple[dict[str, tuple[TensorInfo, int]], dict[str
         begin, end = offsets
         info = TensorInfo(DTYPES[dtype], tuple(shape), path.name)
         if end < begin or data + end > size:
-            raise ValueError(
-                f"{where} lies at bytes {begin}..{end} of {size - data} in the file; truncated or corrupt"
-            )
+            raise ValueError(f"{where} lies at bytes {begin}..{end} of {size - data} in the file; truncated or corrupt")
         if end - begin != info.nbytes:
             raise ValueError(f"{where} has {end - begin} bytes; shape {shape} of {dtype} needs {info.nbytes}")
         tensors[name] = (info, data + begin)
@@ -188,8 +184,7 @@ class SafetensorsFolder:
                 missing.append(name)
         if missing:
             raise FileNotFoundError(
-                f"{folder}: {len(missing)} of {len(names)} files that the index names are missing: "
-                f"{', '.join(missing)}"
+                f"{folder}: {len(missing)} of {len(names)} files that the index names are missing: {', '.join(missing)}"
             )
         for name in names:
             self._add_file(name, weight_map)
@@ -233,9 +228,7 @@ class SafetensorsFolder:
             return ["model.safetensors"]
         if not names:
             pickles = [p.name for p in self.folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt")]
-            hint = (
-                f" ({', '.join(pickles[:3])} can run code when read and is never opened)" if pickles else ""
-            )
+            hint = f" ({', '.join(pickles[:3])} can run code when read and is never opened)" if pickles else ""
             raise FileNotFoundError(f"{self.folder}: no {INDEX_NAME} and no .safetensors file{hint}")
         return shards or names
 
@@ -268,9 +261,7 @@ class SafetensorsFolder:
         file, offset = self._places[name]
         if file not in self._files:
             self._files[file] = os.open(self._paths[file], os.O_RDONLY | os.O_CLOEXEC)
-        pread_exactly(
-            self._files[file], out, offset + row * self.tensors[name].row_bytes, f"{file}: {name!r}"
-        )
+        pread_exactly(self._files[file], out, offset + row * self.tensors[name].row_bytes, f"{file}: {name!r}")
 
     def close(self) -> None:
         for descriptor in self._files.values():
@@ -284,9 +275,7 @@ def pread_exactly(descriptor: int, out: memoryview, offset: int, what: str) -> N
     while done < len(out):
         got = os.preadv(descriptor, [out[done:]], offset + done)
         if got == 0:
-            raise ValueError(
-                f"{what}: the file ends {len(out) - done} bytes early; it was changed while being read"
-            )
+            raise ValueError(f"{what}: the file ends {len(out) - done} bytes early; it was changed while being read")
         done += got
 
 
@@ -336,60 +325,6 @@ def header_bytes(tensors: Mapping[str, TensorInfo]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-class ShardWriter:
-    """Write one safetensors file front to back: the header at once, then each tensor's bytes in order.
-
-    Args:
-        file: a binary file open for writing; only `write` is called on it.
-        tensors: name -> info, in the order in which the data will come.
-        on_bytes: told the number of bytes after each write (progress, byte counters).
-    """
-
-    def __init__(
-        self, file: BinaryIO, tensors: Mapping[str, TensorInfo], on_bytes: Callable[[int], None] | None = None
-    ) -> None:
-        self._file = file
-        self._left = [(name, info.nbytes) for name, info in tensors.items()]
-        self._left.reverse()
-        self._open = 0
-        self._on_bytes = on_bytes
-        self.sums: dict[str, str] = {}
-        self._hash = hashlib.sha256()
-        self._name = ""
-        file.write(header_bytes(tensors))
-        self._next()
-
-    def _next(self) -> None:
-        while self._open == 0:
-            if self._name:
-                self.sums[self._name] = self._hash.hexdigest()
-            if not self._left:
-                self._name = ""
-                return
-            self._name, self._open = self._left.pop()
-            self._hash = hashlib.sha256()
-
-    def write(self, data: memoryview) -> None:
-        """The next bytes of the current tensor; they may not cross into the next one."""
-        assert len(data) <= self._open, (self._name, len(data), self._open)
-        self._file.write(data)
-        self._hash.update(data)
-        self._open -= len(data)
-        if self._on_bytes is not None:
-            self._on_bytes(len(data))
-        self._next()
-
-    def finish(self) -> dict[str, str]:
-        """Tensor -> sha256 of its bytes. All data must have been written."""
-        assert not self._open and not self._left, f"{self._name}: {self._open} bytes are missing"
-        return self.sums
-
-
 def tensor_order(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
     """Wider dtypes first, so that every tensor starts at a multiple of its element size."""
     return dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
-
-
-def data_bytes(tensors: Mapping[str, TensorInfo]) -> int:
-    """Bytes of data, headers not counted."""
-    return sum(math.prod(i.shape) * i.dtype.itemsize for i in tensors.values())

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .mapping import Layout, Reading, Target, read_names, write_names
-from .plan import EMBED, HEAD, refuse_unexpected
+from .mapping import HUB_LAYOUTS, Layout, Reading, Target, read_names, write_names
+from .plan import EMBED, HEAD, refuse_unexpected, resolve
 
 __all__ = ["Converted", "convert_state"]
 
@@ -52,7 +52,7 @@ def convert_state(
     reading = read_names({name: tuple(t.shape) for name, t in state.items()}, dialect=dialect)
     refuse_unexpected(reading)
     parts = dict(reading.parts)
-    hub = layout in (Layout.PER_EXPERT, Layout.FUSED)
+    hub = layout in HUB_LAYOUTS
     if tied and HEAD in parts and EMBED not in parts:
         parts[EMBED], reading.runs[EMBED] = parts[HEAD], reading.runs[HEAD]
     if tied:
@@ -71,19 +71,14 @@ def _build(
     target: Target, reading: Reading, state: Mapping[str, torch.Tensor], gathered: dict[str, torch.Tensor]
 ) -> torch.Tensor:
     """One tensor of the result: the stored tensor itself where it is that, else joined from rows."""
-    first = reading.runs[target.pieces[0].part or ""][0].tensor
-    if len(target.pieces) == 1 and tuple(state[first].shape) == target.shape:
-        return state[first]
-    rows = []
-    for piece in target.pieces:
-        assert piece.part is not None, target
-        at, left = piece.row, piece.rows
-        for run in reading.runs[piece.part]:
-            if left and run.part_row <= at < run.part_row + run.rows:
-                take = min(left, run.part_row + run.rows - at)
-                start = run.row + at - run.part_row
-                rows.append(_rows(run.tensor, state, gathered)[start : start + take])
-                at, left = at + take, left - take
+    reads = resolve(target, reading)
+    tensors = [read.tensor for read in reads if read.tensor is not None]
+    if len(reads) == 1 and tuple(state[tensors[0]].shape) == target.shape:
+        return state[tensors[0]]
+    rows = [
+        _rows(tensor, state, gathered)[read.row : read.row + read.rows]
+        for tensor, read in zip(tensors, reads, strict=True)
+    ]
     return torch.cat(rows).reshape(target.shape)
 
 

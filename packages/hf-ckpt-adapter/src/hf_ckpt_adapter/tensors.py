@@ -13,7 +13,16 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["DTYPES", "DTYPE_NAMES", "MemorySource", "TensorInfo", "TensorSource", "buffer", "dtype_named"]
+__all__ = [
+    "DTYPES",
+    "DTYPE_NAMES",
+    "WEIGHT_DTYPES",
+    "MemorySource",
+    "TensorInfo",
+    "TensorSource",
+    "buffer",
+    "dtype_named",
+]
 
 # The names that safetensors gives to dtypes (its README, "Format").
 DTYPES: dict[str, torch.dtype] = {
@@ -33,6 +42,8 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+# What weights may be cast to.
+WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -42,9 +53,7 @@ def dtype_named(name: str) -> torch.dtype:
     for safetensors_name, dtype in DTYPES.items():
         if word in (safetensors_name, str(dtype).removeprefix("torch.")):
             return dtype
-    raise ValueError(
-        f"unknown dtype {name!r}; expected one of {', '.join(str(d)[6:] for d in DTYPES.values())}"
-    )
+    raise ValueError(f"unknown dtype {name!r}; expected one of {', '.join(str(d)[6:] for d in DTYPES.values())}")
 
 
 @dataclass(frozen=True)

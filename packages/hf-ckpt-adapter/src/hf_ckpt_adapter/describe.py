@@ -1,0 +1,120 @@
+"""What is in a checkpoint: model, layout, dtypes, sizes, and whether it is healthy."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .assets import sizes_of, tied
+from .compare import Model
+from .mapping import Layout
+from .plan import Options, make_plan
+from .publish import MARKER, read_marker
+from .report import size_text
+from .stream import blocks
+
+__all__ = ["Description", "describe"]
+
+
+@dataclass
+class Description:
+    """Facts about a checkpoint; `problems` is empty for a healthy one.
+
+    `bytes` and `parameters` count stored tensors (a tied head that is stored counts). `experts` counts layers
+    by expert layout. `marked` says whether this package completed the folder.
+    """
+
+    folder: str
+    kind: str
+    dialect: str
+    root: str
+    model: str
+    sizes: dict[str, int] = field(default_factory=dict)
+    tied: bool | None = None
+    tensors: int = 0
+    parameters: int = 0
+    bytes: int = 0
+    dtypes: dict[str, int] = field(default_factory=dict)
+    files: int = 0
+    experts: dict[str, int] = field(default_factory=dict)
+    side_state: list[str] = field(default_factory=list)
+    left_out: dict[str, int] = field(default_factory=dict)
+    marked: bool = False
+    problems: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def summary(self) -> str:
+        head = {True: "tied", False: "untied", None: "no config"}[self.tied]
+        lines = [
+            f"{self.folder}: {self.model}, {self.kind} with {self.dialect} names, {head}",
+            "  " + ", ".join(f"{k} {v}" for k, v in self.sizes.items() if v),
+            f"  {self.tensors} tensors, {self.parameters:,} parameters, {size_text(self.bytes)} in "
+            f"{self.files} file(s): " + ", ".join(f"{n} {d}" for d, n in self.dtypes.items()),
+        ]
+        if self.experts:
+            lines.append("  experts: " + ", ".join(f"{n} layers {kind}" for kind, n in self.experts.items()))
+        if self.side_state:
+            lines.append(f"  native-only state: {len(self.side_state)} tensors such as {self.side_state[0]}")
+        if self.left_out:
+            lines.append("  not weights: " + ", ".join(f"{k} ({n} entries)" for k, n in self.left_out.items()))
+        lines.append(f"  {MARKER}: " + ("complete" if self.marked else "none (written by another tool)"))
+        return "\n".join(lines + [f"  problem: {p}" for p in self.problems] + ["  healthy"] * (not self.problems))
+
+
+def describe(name: str | Path, *, values: bool = False, follow_symlinks: bool = False) -> Description:
+    """Look at a checkpoint's names and shapes; with `values`, read it all and count what is not a finite
+    number.
+
+    Raises:
+        FileNotFoundError, ValueError: it cannot be opened at all. What can be said in words is in `problems`.
+    """
+    model = Model(name, follow_symlinks=follow_symlinks)
+    try:
+        return _describe(model, values)
+    finally:
+        model.close()
+
+
+def _describe(model: Model, values: bool) -> Description:
+    tensors, reading = model.source.tensors, model.reading
+    moe = bool(reading.experts)
+    result = Description(
+        folder=str(model.folder),
+        kind=model.source.kind,
+        dialect=reading.dialect,
+        root=reading.root,
+        model=str(model.config.get("model_type", "qwen3_moe" if moe else "qwen3")),
+        tied=tied(model.config) if model.config else None,
+        tensors=len(tensors),
+        parameters=sum(torch.Size(i.shape).numel() for i in tensors.values()),
+        bytes=sum(i.nbytes for i in tensors.values()),
+        files=len({i.file for i in tensors.values()}),
+        side_state=sorted(reading.side),
+        left_out=dict(model.source.left_out),
+        marked=read_marker(model.folder) is not None,
+    )
+    for info in tensors.values():
+        word = str(info.dtype).removeprefix("torch.")
+        result.dtypes[word] = result.dtypes.get(word, 0) + 1
+    for kind in reading.experts.values():
+        result.experts[kind] = result.experts.get(kind, 0) + 1
+    try:
+        result.sizes = asdict(sizes_of(reading))
+        if model.config:
+            make_plan(model.source, model.config, Layout.PER_EXPERT, Options(on_untied="drop"))
+        else:
+            result.problems.append("no config.json: rope theta, norm eps and tying are unknown")
+    except ValueError as error:
+        result.problems.append(str(error))
+    if values:
+        for part in reading.parts:
+            output = model.output(part)
+            bad = sum(int((~t.isfinite()).sum()) for _, t in blocks(model.source, output, output.reads))
+            if bad:
+                result.problems.append(f"{part} holds {bad} values that are not finite ({model.place(part)})")
+    return result

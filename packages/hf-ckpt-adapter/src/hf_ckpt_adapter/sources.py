@@ -1,0 +1,89 @@
+"""Find and open what a user named: a folder, a cached Hub snapshot, or a Hub id that is in the local cache.
+
+Nothing is downloaded and nothing in the source is written, so a read-only folder will do.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from .dcp_io import DcpFolder, is_dcp
+from .publish import refuse_unfinished
+from .safetensors_io import SafetensorsFolder
+from .tensors import TensorSource
+
+__all__ = ["ASSETS", "assets_of", "find", "open_source"]
+
+ASSETS = "assets"
+_HUB_ID = re.compile(r"^(?P<org>[A-Za-z0-9][\w.-]*)/(?P<name>[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w.-]+))?$")
+
+
+def _cache() -> Path:
+    """The Hub cache, by the variables that huggingface_hub reads."""
+    if "HF_HUB_CACHE" in os.environ:
+        return Path(os.environ["HF_HUB_CACHE"])
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
+    return Path(home).expanduser() / "hub"
+
+
+def find(name: str | os.PathLike[str]) -> Path:
+    """The folder that `name` means: a folder as it is, `models--org--name` its main snapshot,
+    `org/name[@revision]` the snapshot in the local Hub cache.
+
+    Raises:
+        FileNotFoundError: no such thing here, with the command that would fetch a Hub id.
+    """
+    folder = Path(name)
+    if folder.is_dir():
+        if folder.name.startswith("models--") and (folder / "snapshots").is_dir():
+            return _snapshot(folder, "main")
+        return folder
+    match = _HUB_ID.match(str(name))
+    if match is None:
+        raise FileNotFoundError(f"{name} is neither a folder nor a Hub id (org/name)")
+    repository = _cache() / f"models--{match['org']}--{match['name']}"
+    if not repository.is_dir():
+        raise FileNotFoundError(
+            f"{name} is no folder here and not in the Hub cache ({repository.parent}). Fetch it first: "
+            f"hf download {match['org']}/{match['name']}"
+        )
+    return _snapshot(repository, match["revision"] or "main")
+
+
+def _snapshot(repository: Path, revision: str) -> Path:
+    reference = repository / "refs" / revision
+    commit = reference.read_text().strip() if reference.is_file() else revision
+    folder = repository / "snapshots" / commit
+    if not re.fullmatch(r"[\w-][\w.-]*", commit) or not folder.is_dir():
+        raise FileNotFoundError(
+            f"{repository} has no snapshot of {revision!r}; it has "
+            f"{sorted(p.name for p in (repository / 'snapshots').glob('*'))}"
+        )
+    return folder
+
+
+def open_source(folder: Path, *, follow_symlinks: bool = False) -> TensorSource:
+    """Open a DCP step folder or a Hugging Face folder for reading by rows.
+
+    Raises:
+        FileNotFoundError: it is neither, or files are missing.
+        ValueError: a conversion of ours that never finished, or hostile files.
+    """
+    refuse_unfinished(folder)
+    if is_dcp(folder):
+        return DcpFolder(folder, follow_symlinks=follow_symlinks)
+    if next(folder.glob("*.distcp"), None) is not None:
+        raise FileNotFoundError(
+            f"{folder} has DCP files and no .metadata, which is written last: a save that never finished. "
+            "Take an "
+            "earlier step."
+        )
+    return SafetensorsFolder(folder, follow_symlinks=follow_symlinks)
+
+
+def assets_of(folder: Path) -> Path:
+    """Where a checkpoint keeps its config and tokenizer: beside the weights on the Hub, in `assets/` for
+    DCP."""
+    return folder / ASSETS if is_dcp(folder) else folder

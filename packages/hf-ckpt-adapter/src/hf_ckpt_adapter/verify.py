@@ -1,0 +1,200 @@
+"""Prove that a folder is what its marker says, and that it is the model that its config says."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .assets import load_config
+from .mapping import Layout
+from .plan import Options, Output, Read, make_plan
+from .publish import MARKER, UNFINISHED, read_marker
+from .sources import assets_of, find, open_source
+from .stream import blocks
+from .tensors import TensorSource
+
+__all__ = ["Check", "Verification", "verify"]
+
+LOGIT_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Check:
+    """One question and its answer; `detail` says what was found."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+@dataclass
+class Verification:
+    """All checks of a folder; `ok` when none failed."""
+
+    folder: str
+    checks: list[Check] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return all(check.ok for check in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "ok": self.ok}
+
+    def summary(self) -> str:
+        lines = [f"{self.folder}: {'verified' if self.ok else 'FAILED'}"]
+        return "\n".join(lines + [f"  {'ok  ' if c.ok else 'FAIL'} {c.name}: {c.detail}" for c in self.checks])
+
+
+def verify(
+    name: str | Path,
+    *,
+    logits: str | Path | None = None,
+    follow_symlinks: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Verification:
+    """Check marker, file sizes, every tensor's checksum, config against shapes, a second reader's opinion,
+    and, with `logits`, that the model computes what another checkpoint of it computes.
+
+    Raises:
+        FileNotFoundError: no such folder.
+    """
+    folder = find(name)
+    result = Verification(str(folder))
+
+    def check(what: str, run: Callable[[], str]) -> bool:
+        try:
+            result.checks.append(Check(what, True, run()))
+        except (ValueError, OSError) as error:
+            result.checks.append(Check(what, False, str(error)))
+        return result.checks[-1].ok
+
+    marker: dict[str, Any] = {}
+    if not check("marker", lambda: _marker(folder, marker)):
+        return result
+    if not check("files", lambda: _files(folder, marker)):
+        return result
+    if check("tensors", lambda: _tensors(folder, marker, follow_symlinks, progress)):
+        check("config", lambda: _config(folder, follow_symlinks))
+        if marker["kind"] == "hub":
+            check("second reader", lambda: _second_reader(folder))
+        if logits is not None:
+            check("logits", lambda: _logits(folder, find(logits)))
+    return result
+
+
+def _marker(folder: Path, marker: dict[str, Any]) -> str:
+    found = read_marker(folder)
+    if found is None:
+        raise ValueError(f"there is no {MARKER}: the folder was never completed, or another tool wrote it")
+    marker.update(found)
+    return f"format {found.get('format')}, {len(found['tensors'])} tensors in layout {found.get('layout')}"
+
+
+def _files(folder: Path, marker: dict[str, Any]) -> str:
+    wrong = []
+    for file, size in marker["files"].items():
+        path = folder / file
+        if Path(file).is_absolute() or ".." in Path(file).parts:
+            raise ValueError(f"{MARKER} names {file!r}, a path out of the folder; refused")
+        if not path.is_file():
+            wrong.append(f"{file} is missing")
+        elif path.stat().st_size != size:
+            wrong.append(f"{file} has {path.stat().st_size} bytes, expected {size}")
+    known = {*marker["files"], MARKER}
+    extra = [
+        str(p.relative_to(folder))
+        for p in sorted(folder.rglob("*"))
+        if p.suffix in (".safetensors", ".distcp") and p.relative_to(folder).parts[0] != UNFINISHED
+    ]
+    wrong += [f"{file} is not of this export" for file in extra if file not in known]
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    return f"{len(marker['files'])} files of the recorded sizes, no stray weights"
+
+
+def checksum(source: TensorSource, name: str, count: Callable[[int], None] = lambda size: None) -> str:
+    """sha256 of a stored tensor's bytes, read by rows."""
+    info, digest = source.tensors[name], hashlib.sha256()
+    output = Output(name, info, info.dtype, (Read(name, 0, info.rows),))
+    for data, _ in blocks(source, output, output.reads):
+        digest.update(data)
+        count(len(data))
+    return digest.hexdigest()
+
+
+def _tensors(
+    folder: Path,
+    marker: dict[str, Any],
+    follow_symlinks: bool,
+    progress: Callable[[int, int], None] | None,
+) -> str:
+    source = open_source(folder, follow_symlinks=follow_symlinks)
+    try:
+        absent = [name for name in marker["tensors"] if name not in source.tensors]
+        if absent:
+            raise ValueError(f"{len(absent)} tensors are missing, such as {absent[0]!r}")
+        total, done, wrong = sum(source.tensors[n].nbytes for n in marker["tensors"]), 0, []
+
+        def count(size: int) -> None:
+            nonlocal done
+            done += size
+            if progress is not None:
+                progress(done, total)
+
+        for name, expected in marker["tensors"].items():
+            if checksum(source, name, count) != expected:
+                wrong.append(f"{name} in {source.tensors[name].file}")
+        if wrong:
+            raise ValueError(f"{len(wrong)} tensors are not what was written: {'; '.join(wrong[:5])}")
+        return f"{len(marker['tensors'])} checksums agree"
+    finally:
+        source.close()
+
+
+def _config(folder: Path, follow_symlinks: bool) -> str:
+    config = load_config(assets_of(folder), follow_symlinks=follow_symlinks)
+    source = open_source(folder, follow_symlinks=follow_symlinks)
+    try:
+        plan = make_plan(source, config, Layout.PER_EXPERT, Options(on_untied="drop", allow_missing_head=True))
+    finally:
+        source.close()
+    return f"{plan.sizes.num_hidden_layers} layers, every size as config.json says"
+
+
+def _second_reader(folder: Path) -> str:
+    from safetensors import safe_open
+
+    source = open_source(folder)
+    source.close()
+    names: set[str] = set()
+    files = {info.file for info in source.tensors.values()}
+    for file in files:
+        with safe_open(folder / file, "pt") as handle:
+            names.update(handle.keys())
+    if names != source.tensors.keys():
+        raise ValueError(f"safetensors' own reader sees other tensors: {sorted(names ^ source.tensors.keys())[:5]}")
+    return f"safetensors' own reader opens {len(files)} file(s) and sees the same {len(names)} tensors"
+
+
+def _logits(folder: Path, other: Path) -> str:
+    """Run in an interpreter of its own, so that this package never imports a modelling library."""
+    command = [sys.executable, "-m", f"{__package__}.logits", str(folder), str(other)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise ValueError((result.stderr.strip().splitlines() or ["failed without a word"])[-1])
+    found = json.loads(result.stdout.strip().splitlines()[-1])
+    text = (
+        f"{found['with']}: {len(found['missing'])} missing, {len(found['unexpected'])} unexpected, largest "
+        "float32 "
+        f"difference {found['difference']:.3g} over {found['tokens']} positions"
+    )
+    if found["missing"] or found["unexpected"] or not found["difference"] <= LOGIT_TOLERANCE:
+        raise ValueError(text + f" (at most {LOGIT_TOLERANCE:g} is allowed)")
+    return text

@@ -1,0 +1,233 @@
+"""Contract of dcp_records.py and dcp_write.py: what they write is, byte for byte of meaning, what torch
+writes; what they read is nothing but the records DCP consists of."""
+
+import io
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hf_ckpt_adapter import convert_checkpoint as convert
+from hf_ckpt_adapter.dcp_io import DcpFolder, read_metadata, safe_unpickle
+from hf_ckpt_adapter.dcp_write import tensor_zip
+from hf_ckpt_adapter.tensors import DTYPES, buffer
+from hf_tiny import config, state, write_hub
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def test_metadata_is_what_torch_itself_would_write(tmp_path: Path) -> None:
+    tensors = {"norm.weight": torch.arange(4.0), "flags": torch.ones(2, 3, dtype=torch.bool)}
+    dcp.save(tensors, checkpoint_id=tmp_path / "torch", no_dist=True)
+    theirs = pickle.loads((tmp_path / "torch" / ".metadata").read_bytes())
+    from hf_ckpt_adapter.dcp_write import SavedChunk, metadata_bytes
+    from hf_ckpt_adapter.tensors import TensorInfo
+
+    infos = {n: TensorInfo(t.dtype, tuple(t.shape)) for n, t in tensors.items()}
+    places = {key.fqn: value for key, value in theirs.storage_data.items()}
+    chunks = {
+        n: [SavedChunk(0, t.shape[0], places[n].relative_path, places[n].offset, places[n].length)]
+        for n, t in tensors.items()
+    }
+    ours = pickle.loads(metadata_bytes(infos, chunks, {}))
+    assert type(ours) is type(theirs)
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert ours.storage_data == theirs.storage_data
+    assert ours.planner_data == theirs.planner_data and ours.version == theirs.version
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (3, 4), (2, 3, 4)])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_a_saved_chunk_is_what_torch_load_expects(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    data, tensor = buffer(dtype, shape)
+    data[:] = bytes(i % 2 for i in range(len(data)))
+    file = io.BytesIO()
+    with tensor_zip(file, dtype, shape) as (write, written):
+        write(data[:5])
+        write(data[5:])
+    assert written() == len(file.getvalue())
+    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    assert loaded.dtype == dtype and tuple(loaded.shape) == shape and loaded.stride() == tensor.stride()
+    if shape:
+        assert torch.equal(loaded.view(torch.uint8), tensor.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+def test_any_dtype_and_a_transposed_tensor_are_read_as_torch_saved_them(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {
+        "plain": (torch.arange(24) % 2).reshape(2, 3, 4).to(dtype),
+        "turned": (torch.arange(12) % 2).reshape(3, 4).to(dtype).t(),
+        "scalar": torch.ones((), dtype=torch.float32).to(dtype),
+    }
+    dcp.save(tensors, checkpoint_id=tmp_path, no_dist=True)
+    source = DcpFolder(tmp_path)
+    for name, tensor in tensors.items():
+        info = source.tensors[name]
+        data, got = buffer(info.dtype, info.shape)
+        half = info.rows // 2 * info.row_bytes
+        source.read_rows(name, 0, data[:half])
+        source.read_rows(name, info.rows // 2, data[half:])
+        assert torch.equal(got.float(), tensor.float()), name
+    source.close()
+
+
+def test_reading_and_writing_dcp_imports_no_distributed_code(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    write_hub(tmp_path / "hub", config(), state(config()))
+    code = (
+        "import sys; from hf_ckpt_adapter import convert_checkpoint as convert;"
+        f"convert({str(tmp_path / 'hub')!r}, {str(tmp_path / 'dcp')!r}, 'native');"
+        f"convert({str(tmp_path / 'dcp')!r}, {str(tmp_path / 'back')!r}, 'per-expert');"
+        "sys.exit('torch.distributed.checkpoint' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+class _Bomb:
+    def __reduce__(self) -> tuple[object, ...]:
+        return print, ("this must never be printed",)
+
+
+def test_metadata_with_a_foreign_class_is_refused_by_name(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(_Bomb()))
+    with pytest.raises(ValueError, match=r"\.metadata wants to load builtins.print"):
+        read_metadata(tmp_path)
+    assert "never" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x02r\xff\xff\xff\x7fN.",  # LONG_BINPUT 2^31 - 1: would reserve 16 GB of memo
+        b"\x80\x05\x96\xff\xff\xff\xff\xff\xff\xff\x7f.",  # BYTEARRAY8 of 2^63 - 1 bytes
+        b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7f.",  # BINUNICODE8
+        b"\x80\x02\x82\x01.",  # an extension code
+        b"\x80\x02" + b"(" * 10,
+        b"",
+        b"PK\x03\x04",
+    ],
+)
+def test_pickles_that_ask_for_memory_or_odd_opcodes_are_refused_before_they_run(data: bytes) -> None:
+    with pytest.raises(ValueError, match=r"somewhere"):
+        safe_unpickle(data, {}, "somewhere")
+
+
+def test_byte_items_are_never_unpickled(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    cfg = config()
+    convert(write_hub(tmp_path / "hub", cfg, state(cfg)), tmp_path / "base", "native")
+    tensors: dict[str, object] = {
+        "optimizer": {"lr": _Bomb()},
+        "dataloader": {"rank0": _Bomb()},
+        "odd": _Bomb(),
+    }
+    from hf_ckpt_adapter import Layout, convert_state
+
+    tensors.update(convert_state(state(cfg), Layout.NATIVE).tensors)
+    dcp.save(tensors, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    report = convert(tmp_path / "step-1", tmp_path / "hf", "per-expert", assets=tmp_path / "hub")
+    assert report.left_out == {"optimizer": 1, "dataloader": 1, "byte items": 1}
+    assert "never" not in capfd.readouterr().out
+
+
+def _edit(folder: Path, change) -> None:  # type: ignore[no-untyped-def]
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _first(metadata) -> object:  # type: ignore[no-untyped-def]
+    return next(i for k, i in metadata.storage_data.items() if k.fqn == "norm.weight")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: setattr(_first(m), "relative_path", "../../etc/passwd"), "plain name"),
+        (lambda m: setattr(_first(m), "relative_path", "/etc/passwd"), "plain name"),
+        (lambda m: setattr(_first(m), "offset", 1 << 62), "past the end"),
+        (lambda m: setattr(_first(m), "offset", -1), "past the end"),
+        (lambda m: setattr(_first(m), "length", 10), "cannot be in 10 bytes"),
+        (lambda m: setattr(_first(m), "length", 1000), "not a tensor that torch.save wrote"),
+        (lambda m: setattr(_first(m), "transform_descriptors", ["zstd"]), "zstd"),
+        (lambda m: setattr(m.state_dict_metadata["norm.weight"], "size", torch.Size([1 << 40])), "add up"),
+        (lambda m: m.storage_data.clear(), "no storage is recorded"),
+        (lambda m: setattr(m, "storage_data", None), "must be dicts"),
+        (lambda m: m.state_dict_metadata["norm.weight"].chunks.clear(), "add up"),
+        (lambda m: m.state_dict_metadata["norm.weight"].chunks.append("chunk"), "malformed"),
+        (lambda m: m.state_dict_metadata["norm.weight"].chunks[0].__dict__.clear(), "malformed"),
+        (
+            lambda m: m.state_dict_metadata.update({"norm.weight": m.state_dict_metadata["lm_head.weight"]}),
+            "norm.weight",
+        ),
+    ],
+)
+def test_metadata_that_lies_is_refused_naming_the_tensor(tmp_path: Path, change, words: str) -> None:  # type: ignore[no-untyped-def]
+    cfg = config()
+    convert(write_hub(tmp_path / "hub", cfg, state(cfg)), tmp_path / "step", "native")
+    _edit(tmp_path / "step", change)
+    (tmp_path / "step" / "complete.json").unlink()
+    with pytest.raises(ValueError, match=words):
+        convert(tmp_path / "step", tmp_path / "out", "per-expert")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("at", ["head", "middle", "tail", "cut"])
+def test_damaged_data_files_are_refused_or_differ_by_checksum_but_never_crash(tmp_path: Path, at: str) -> None:
+    cfg = config()
+    convert(write_hub(tmp_path / "hub", cfg, state(cfg)), tmp_path / "step", "native")
+    path = tmp_path / "step" / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    if at == "cut":
+        path.write_bytes(data[:-1])
+    else:
+        position = {"head": 0, "middle": 40, "tail": len(data) - 30}[at]
+        data[position : position + 20] = b"\xff" * 20
+        path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"__0_0\.distcp"):
+        convert(tmp_path / "step", tmp_path / "out", "per-expert")
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DCP folder as torch saves it, of two small tensors and one pickled object."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    tensors = {
+        "a": torch.arange(12.0).reshape(3, 4),
+        "b": torch.ones(5, dtype=torch.bfloat16),
+        "c": {"x": [1]},
+    }
+    dcp.save(tensors, checkpoint_id=folder / "good", no_dist=True)
+    (folder / "bad").mkdir()
+    return folder
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_fuzz_a_damaged_checkpoint_is_refused_in_words_or_reads_in_bounds(small: Path, data: st.DataObject) -> None:
+    victim = data.draw(st.sampled_from([".metadata", "__0_0.distcp"]))
+    for name in (".metadata", "__0_0.distcp"):
+        content = bytearray((small / "good" / name).read_bytes())
+        if name == victim:
+            for _ in range(data.draw(st.integers(1, 3))):
+                at = data.draw(st.integers(0, len(content) - 1))
+                if data.draw(st.booleans()):
+                    content[at] = data.draw(st.integers(0, 255))
+                else:
+                    content[at : at + data.draw(st.integers(0, 4))] = data.draw(st.binary(max_size=6))
+        (small / "bad" / name).write_bytes(content)
+    try:
+        source = DcpFolder(small / "bad")
+        try:
+            for name, info in source.tensors.items():
+                assert info.nbytes <= 1 << 20
+                if len(info.shape) <= 3:
+                    source.read_rows(name, 0, memoryview(bytearray(info.nbytes)))
+        finally:
+            source.close()
+    except (ValueError, FileNotFoundError) as error:
+        assert str(small / "bad") in str(error) or "__0_0.distcp" in str(error), error
