@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from hf_ckpt_adapter.assets import copy_assets
+from hf_ckpt_adapter.assets import asset_files
 
 __all__ = ["write_assets"]
 
@@ -26,9 +26,11 @@ def write_assets(
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", config)
     # The folder is the user's own choice: in a Hub cache its files are links into blobs/.
-    copied = copy_assets(tokenizer_folder, folder, follow_symlinks=True)
-    if "generation_config.json" not in copied:
-        _write_json(folder / "generation_config.json", {"eos_token_id": eos_token_id, "pad_token_id": eos_token_id})
+    for name, source in asset_files(tokenizer_folder, follow_symlinks=True):
+        shutil.copyfile(source, folder / name)
+    generation = folder / "generation_config.json"
+    if not generation.exists():
+        _write_json(generation, {"eos_token_id": eos_token_id, "pad_token_id": eos_token_id})
     if recipe is not None:
         _write_json(folder / "recipe.json", recipe)
     if recipe_source is not None:

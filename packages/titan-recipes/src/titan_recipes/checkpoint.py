@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hf_ckpt_adapter.assets import ASSETS
+from hf_ckpt_adapter.sources import ASSETS
 from torch import distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
