@@ -280,8 +280,8 @@ class _HubFolder(_Folder):
             worst = max(biased, key=lambda n: biased[n])
             self.report.warnings.append(
                 f"{len(biased)} layers route with a non-zero expert bias (up to {biased[worst]:.6g}, "
-                f"{worst}). Hugging Face has no place for it: the exported "
-                f"model routes without. It is kept in {SIDE_FILE}."
+                f"{worst}). Hugging Face has no place for it: the exported model routes without. It is "
+                f"kept in {SIDE_FILE}."
             )
 
 
