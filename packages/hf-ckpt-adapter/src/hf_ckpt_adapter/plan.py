@@ -301,8 +301,7 @@ def _check_complete(parts: Mapping[str, Shape], reading: Reading, tie: bool, opt
             return missing
         raise ValueError(
             "this is a backbone without its head: lm_head.weight is absent and config.json does not tie "
-            "it to the embedding. Allow that with allow_missing_head (--allow-missing-head) if it is "
-            "meant."
+            "it to the embedding. Allow that with allow_missing_head (--allow-missing-head)."
         )
     if missing:
         shown = ", ".join(map(repr, missing[:5])) + (" ..." if len(missing) > 5 else "")
