@@ -208,3 +208,40 @@ except SystemExit:
 sys.exit("torch" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_an_interrupt_exits_with_130_and_the_same_command_goes_on(
+    tmp_path: Path, hub: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hf_ckpt_adapter import publish
+
+    arguments = ["convert", str(hub), str(tmp_path / "step"), "--max-shard-size", "100kB"]
+    real = publish.Staging.note
+
+    def third_time(self: publish.Staging, name: str, note: Any) -> None:
+        real(self, name, note)
+        if len(self.done) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(publish.Staging, "note", third_time)
+    assert main(arguments) == 130
+    assert "goes on where it stopped" in capsys.readouterr().err and not (tmp_path / "step").exists()
+    monkeypatch.setattr(publish.Staging, "note", real)
+    code, report = run(capsys, *arguments)
+    assert code == 0 and report["bytes_resumed"] > 0
+
+
+def test_the_progress_line_says_bytes_speed_and_time_left() -> None:
+    import io
+
+    from hf_ckpt_adapter.cli import _Bar
+
+    screen = io.StringIO()
+    bar = _Bar(screen, shown=True)
+    bar(0, 2_000_000)
+    bar._last = 0.0
+    bar(1_000_000, 2_000_000)
+    bar(2_000_000, 2_000_000)
+    lines = screen.getvalue().split("\r")
+    assert "1 MB of 2 MB" in lines[2] and "/s" in lines[2] and "s left" in lines[2]
+    assert lines[-1].startswith("[" + "#" * 24 + "]") and lines[-1].endswith("\n")

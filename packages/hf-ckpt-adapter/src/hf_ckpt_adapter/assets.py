@@ -60,8 +60,7 @@ def load_config(folder: Path, *, follow_symlinks: bool = False) -> dict[str, Any
     except FileNotFoundError:
         raise FileNotFoundError(
             f"{folder} has no config.json. The tensors cannot tell rope theta, norm eps or top-k: put the "
-            "model's "
-            "config.json there, or name a folder that has it (assets=..., --assets)."
+            "model's config.json there, or name a folder that has it (assets=..., --assets)."
         ) from None
     if path.stat().st_size > MAX_CONFIG:
         raise ValueError(f"{path} has {path.stat().st_size} bytes; a config of up to {MAX_CONFIG} is read")

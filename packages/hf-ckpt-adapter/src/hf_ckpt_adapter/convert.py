@@ -4,7 +4,7 @@ Every conversion is the same three steps: open a source, plan, move rows into fi
 of file (`_HubFolder`, `_DcpFolder`) and the small files beside the weights.
 
 Peak memory is a fixed part (the interpreter and torch), plus (POOL + 2) x max(BLOCK, the widest row) for
-blocks (10 MiB, see `stream.py`), plus about 4 kB for each tensor name. It does not depend on the size of the
+blocks (10 MiB, see `stream.py`), plus about 2 kB for each tensor name. It does not depend on the size of the
 model or of a tensor.
 """
 
@@ -274,8 +274,8 @@ class _HubFolder(_Folder):
             worst = max(biased, key=lambda n: biased[n])
             self.report.warnings.append(
                 f"{len(biased)} layers route with a non-zero expert bias (up to {biased[worst]:.6g}, "
-                f"{worst}). Hugging Face has no place for it: the exported "
-                f"model routes without. It is kept in {SIDE_FILE}."
+                f"{worst}). Hugging Face has no place for it: the exported model routes without. It is "
+                f"kept in {SIDE_FILE}."
             )
 
 

@@ -324,8 +324,7 @@ class DcpFolder:
         ):
             raise ValueError(
                 f"{where}: saved as {saved_dtype} {list(size)} in {record.file_size} bytes; the metadata "
-                f"says {dtype} "
-                f"{list(chunk.sizes)}"
+                f"says {dtype} {list(chunk.sizes)}"
             )
         dense, step = True, 1
         for n, s in zip(reversed(size), reversed(stride), strict=True):

@@ -310,8 +310,8 @@ def _part_shapes(
     q_rows, kv = o_shape[1], shape[0] - o_shape[1]
     if kv <= 0 or kv % (2 * head[0]) or q_rows % (kv // 2):
         raise ValueError(
-            f"{name} has {shape[0]} rows; with {q_rows} query rows and head_dim {head[0]} the rest cannot be "
-            "split into equal k and v heads"
+            f"{name} has {shape[0]} rows; with {q_rows} query rows and head_dim {head[0]} the rest cannot "
+            "be split into equal k and v heads"
         )
     return {parts[0]: (q_rows, shape[1]), parts[1]: (kv // 2, shape[1]), parts[2]: (kv // 2, shape[1])}
 
@@ -332,8 +332,8 @@ def read_names(shapes: Mapping[str, Shape], *, dialect: str | None = None) -> Re
     adapters = [name for name in shapes if _ADAPTER.search(name)]
     if adapters:
         raise ValueError(
-            f"{len(adapters)} adapter tensors such as {adapters[0]!r}: this is not a full-weight checkpoint. "
-            "Merge the adapter into the base model first (PEFT: merge_and_unload)."
+            f"{len(adapters)} adapter tensors such as {adapters[0]!r}: this is not a full-weight "
+            "checkpoint. Merge the adapter into the base model first (PEFT: merge_and_unload)."
         )
     for name in shapes:
         clean = tidy(name)

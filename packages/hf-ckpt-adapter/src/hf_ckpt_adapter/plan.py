@@ -129,8 +129,7 @@ class Plan:
             if layer not in self.reading.experts or tuple(tensor.shape) != (self.sizes.num_experts,):
                 raise ValueError(
                     f"native-only state {name!r} of shape {list(tensor.shape)} is not of this model, which "
-                    "has "
-                    f"{self.sizes.num_experts} experts in layers {sorted(self.reading.experts)}"
+                    f"has {self.sizes.num_experts} experts in layers {sorted(self.reading.experts)}"
                 )
 
     def side_names(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -195,8 +194,8 @@ def _check_layers(config: Mapping[str, Any], reading: Reading) -> None:
         if by_config != by_tensors:
             words = ("dense", "mixture-of-experts")
             raise ValueError(
-                f"layer {layer} is {words[by_tensors]} by its tensors and {words[by_config]} by config.json "
-                f"(model_type {config.get('model_type')!r}, num_experts {count})"
+                f"layer {layer} is {words[by_tensors]} by its tensors and {words[by_config]} by "
+                f"config.json (model_type {config.get('model_type')!r}, num_experts {count})"
             )
     types = config.get("layer_types")
     if types is not None and len(types) != reading.layers:
@@ -294,9 +293,8 @@ def _check_complete(parts: Mapping[str, Shape], reading: Reading, tie: bool, opt
         if options.allow_missing_head:
             return missing
         raise ValueError(
-            "this is a backbone without its head: lm_head.weight is absent and config.json does not tie it "
-            "to the "
-            "embedding. Allow that with allow_missing_head (--allow-missing-head) if it is meant."
+            "this is a backbone without its head: lm_head.weight is absent and config.json does not tie "
+            "it to the embedding. Allow that with allow_missing_head (--allow-missing-head)."
         )
     if missing:
         shown = ", ".join(map(repr, missing[:5])) + (" ..." if len(missing) > 5 else "")
@@ -360,7 +358,6 @@ def _with_witness(output: Output, twin: str, vocab: int, source: TensorSource, r
     if info.dtype != output.stored:
         raise ValueError(
             f"config.json ties the head, but {stored!r} is {output.stored} and {twin!r} is {info.dtype}. "
-            "Choose "
-            "with on_untied (--on-untied): untie or drop."
+            "Choose with on_untied (--on-untied): untie or drop."
         )
     return replace(output, witness=(Read(twin, 0, vocab),))

@@ -45,8 +45,7 @@ def refuse_unfinished(folder: Path) -> None:
     if is_unfinished(folder):
         raise ValueError(
             f"{folder} is an unfinished conversion: {UNFINISHED}/ is there and the marker {MARKER} is not. "
-            "Run the "
-            "conversion again; it goes on where it stopped."
+            "Run the conversion again; it goes on where it stopped."
         )
 
 
@@ -140,9 +139,8 @@ class Staging:
         ]
         if foreign:
             raise FileExistsError(
-                f"{self.out} holds {', '.join(sorted(foreign)[:5])}, not part of a checkpoint; the folder is "
-                "not "
-                "replaced. Choose another, or move them out."
+                f"{self.out} holds {', '.join(sorted(foreign)[:5])}, not part of a checkpoint; the folder "
+                "is not replaced. Choose another, or move them out."
             )
 
     def _take_lock(self) -> int:
@@ -171,8 +169,7 @@ class Staging:
         elif notes or any(p.name != UNFINISHED for p in self.folder.iterdir()):
             raise FileExistsError(
                 f"{self.out} holds an unfinished conversion of something else, and files there cannot be "
-                "written "
-                "twice. Remove the folder."
+                "written twice. Remove the folder."
             )
         kept = {self.folder / name for name in self.done} | {self._journal}
         for path in self.folder.iterdir():

@@ -62,8 +62,7 @@ def regular_file(folder: Path, name: str, *, follow_symlinks: bool = False) -> P
     if real.parent not in allowed and not follow_symlinks:
         raise ValueError(
             f"{path} is a link to {real}, outside its folder; refused. Pass follow_symlinks "
-            "(--follow-symlinks) if "
-            "you trust it."
+            "(--follow-symlinks) if you trust it."
         )
     if not real.exists():
         raise FileNotFoundError(f"{path} does not exist")
@@ -110,8 +109,7 @@ def read_header(path: Path) -> tuple[dict[str, tuple[TensorInfo, int]], dict[str
         if length > min(size - 8, MAX_HEADER):
             raise ValueError(
                 f"{path} declares a header of {length} bytes; the file has {size} and {MAX_HEADER} are "
-                "allowed. "
-                "Truncated or not a safetensors file."
+                "allowed. Truncated or not a safetensors file."
             )
         header = parse_json(file.read(length), f"{path}: header")
     if not isinstance(header, dict):
@@ -193,8 +191,7 @@ class SafetensorsFolder:
             if absent:
                 raise ValueError(
                     f"{folder}: the index places {len(absent)} tensors where they are not, such as "
-                    f"{absent[0]!r} in "
-                    f"{weight_map[absent[0]]}"
+                    f"{absent[0]!r} in {weight_map[absent[0]]}"
                 )
 
     def _read_index(self) -> dict[str, str] | None:
@@ -211,8 +208,7 @@ class SafetensorsFolder:
             if not isinstance(name, str) or not name.endswith(".safetensors") or set(name) & set("/\\\0"):
                 raise ValueError(
                     f"{path}: tensor {tensor!r} is placed in {name!r}; expected the plain name of a "
-                    ".safetensors "
-                    "file in the same folder. Refused."
+                    ".safetensors file in the same folder. Refused."
                 )
         return weight_map
 
@@ -239,9 +235,8 @@ class SafetensorsFolder:
                 owner = weight_map.get(tensor)
                 if owner is None:
                     raise ValueError(
-                        f"{self._paths[name]}: tensor {tensor!r} is in no line of {INDEX_NAME}; the index is "
-                        "not "
-                        "of this folder"
+                        f"{self._paths[name]}: tensor {tensor!r} is in no line of {INDEX_NAME}; the index "
+                        "is not of this folder"
                     )
                 if owner != name:
                     note = f"tensor {tensor!r} is in {name} too; the index says {owner}, which is used"
@@ -250,9 +245,8 @@ class SafetensorsFolder:
                     continue
             elif tensor in self.tensors:
                 raise ValueError(
-                    f"{self.folder}: tensor {tensor!r} is in {self.tensors[tensor].file} and in {name}, and "
-                    "no index "
-                    "says which counts"
+                    f"{self.folder}: tensor {tensor!r} is in {self.tensors[tensor].file} and in {name}, "
+                    "and no index says which counts"
                 )
             self.tensors[tensor] = TensorInfo(info.dtype, info.shape, name)
             self._places[tensor] = (name, offset)

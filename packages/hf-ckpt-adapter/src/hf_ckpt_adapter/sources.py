@@ -46,8 +46,8 @@ def find(name: str | os.PathLike[str]) -> Path:
     repository = _cache() / f"models--{match['org']}--{match['name']}"
     if not repository.is_dir():
         raise FileNotFoundError(
-            f"{name} is no folder here and not in the Hub cache ({repository.parent}). Fetch it first: "
-            f"hf download {match['org']}/{match['name']}"
+            f"{name} is no folder here and not in the Hub cache ({repository.parent}). Fetch it first: hf "
+            f"download {match['org']}/{match['name']}"
         )
     return _snapshot(repository, match["revision"] or "main")
 
@@ -77,8 +77,7 @@ def open_source(folder: Path, *, follow_symlinks: bool = False) -> TensorSource:
     if next(folder.glob("*.distcp"), None) is not None:
         raise FileNotFoundError(
             f"{folder} has DCP files and no .metadata, which is written last: a save that never finished. "
-            "Take an "
-            "earlier step."
+            "Take an earlier step."
         )
     return SafetensorsFolder(folder, follow_symlinks=follow_symlinks)
 

@@ -192,8 +192,7 @@ def _logits(folder: Path, other: Path) -> str:
     found = json.loads(result.stdout.strip().splitlines()[-1])
     text = (
         f"{found['with']}: {len(found['missing'])} missing, {len(found['unexpected'])} unexpected, largest "
-        "float32 "
-        f"difference {found['difference']:.3g} over {found['tokens']} positions"
+        f"float32 difference {found['difference']:.3g} over {found['tokens']} positions"
     )
     if found["missing"] or found["unexpected"] or not found["difference"] <= LOGIT_TOLERANCE:
         raise ValueError(text + f" (at most {LOGIT_TOLERANCE:g} is allowed)")
