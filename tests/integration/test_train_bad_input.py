@@ -114,7 +114,9 @@ def mine() -> Trainer.Config:
 
 
 def test_a_recipe_outside_the_repository_trains_on_its_own_documents(tmp_path):
-    (tmp_path / "mine.py").write_text(RECIPE.format(tokenizer=str(TOKENIZER)))
+    # It computes, too: an OpenMP pool left in the launcher would hang the forked rank.
+    compute = "import torch\n\ntorch.ones(1 << 20).sum()\n"
+    (tmp_path / "mine.py").write_text(compute + RECIPE.format(tokenizer=str(TOKENIZER)))
     (tmp_path / "recipe_data.py").write_text(
         'def documents():\n    return [f"document {i} " * 20 for i in range(20)]\n'
     )

@@ -113,6 +113,12 @@ def _main(arguments: list[str], recipes: Path) -> int:
         recipe, tuple(rest), device, folder, options.resume, _resume_command(arguments, recipe, folder)
     )
     set_device(device)
+    if device == "cpu":
+        import torch
+
+        # Ranks are forked: an OpenMP pool that a recipe's tensors made in this process would be dead in theirs, and waited
+        # for. With one thread there is no pool; each rank sets its own number.
+        torch.set_num_threads(1)
     if options.help:
         build_config(Options(recipe, (*rest, "--help"), device, folder, False, ""))
 

@@ -103,8 +103,8 @@ def train_rank(options: Options) -> Outcome:
     from .device import set_device
 
     changes = set_device(options.device)
-    if options.device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, usable_cores() // local_world))
+    if options.device == "cpu":
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, usable_cores() // local_world)))
     from torch import distributed as dist
     from torchtitan.components.metrics import _get_metrics_rank
     from torchtitan.distributed import ParallelDims
