@@ -37,9 +37,9 @@ def debug() -> Trainer.Config:
         ),
         hf_assets_path=str(TOKENIZER),
         dataloader=TextDataLoader.Config(holdout=0.1),
-        validator=Validator.Config(enable=True, freq=60, steps=-1),
-        training=TrainingConfig(local_batch_size=8, seq_len=256, steps=240, dtype="float32"),
-        optimizer=default_adamw(lr=1.5e-3),
+        validator=Validator.Config(enable=True, freq=75, steps=-1),
+        training=TrainingConfig(local_batch_size=4, seq_len=256, steps=300, dtype="float32"),
+        optimizer=default_adamw(lr=1e-3),
         lr_scheduler=LRSchedulersContainer.Config(
             warmup_steps=20, decay_ratio=0.8, decay_type="cosine", min_lr_factor=0.1
         ),
@@ -47,5 +47,5 @@ def debug() -> Trainer.Config:
         loss=CrossEntropyLoss.Config(global_vocab_size=VOCAB_SIZE),
         metrics=RunMetrics.Config(log_freq=10, enable_tensorboard=True),
         debug=DebugConfig(seed=0),
-        checkpoint=StepCheckpoints.Config(enable=True, interval=120, keep_latest_k=3),
+        checkpoint=StepCheckpoints.Config(enable=True, interval=150, keep_latest_k=3),
     )

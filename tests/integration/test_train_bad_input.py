@@ -46,7 +46,7 @@ TOKENIZER = ROOT / "recipes" / "debug_tokenizer"
             "multiple of 2",
         ),
         (("debug", "--nproc", "2", "--parallelism.pipeline_parallel_degree", "2"), "tied embeddings"),
-        (("debug", "--training.global_batch_size", "12"), "nearest: 16"),
+        (("debug", "--training.global_batch_size", "10"), "nearest: 8"),
         (("mine.py:not_a_config",), "returned str"),
     ],
 )

@@ -16,6 +16,7 @@ from integration.app import ROOT, fork_app, metrics
 STEPS = 6
 COMMON = ("debug", "--device", "cpu", "--training.steps", str(STEPS), "--metrics.log_freq", "1", "--checkpoint.interval", "3",
           "--checkpoint.keep_latest_k", "0", "--training.global_batch_size", "8", "--validator.freq", "6")  # fmt: skip
+ALONE = ("--training.local_batch_size", "8")  # one data-parallel rank takes the whole batch
 LAYOUTS = {
     "fsdp2": (
         "--nproc",
@@ -25,7 +26,15 @@ LAYOUTS = {
         "--training.local_batch_size",
         "4",
     ),
-    "tp2": ("--nproc", "2", "--parallelism.tensor_parallel_degree", "2", "activation_checkpoint:full"),
+    "tp2": (
+        "--nproc",
+        "2",
+        "--parallelism.tensor_parallel_degree",
+        "2",
+        "--training.local_batch_size",
+        "8",
+        "activation_checkpoint:full",
+    ),
     "replicate2": (
         "--nproc",
         "2",
@@ -42,7 +51,7 @@ TOLERANCE = 1e-5
 def reference(tmp_path_factory):
     """An unbroken run on one rank, with checkpoints at 1, 3 and 6."""
     folder = tmp_path_factory.mktemp("reference")
-    ended = fork_app(*COMMON, "--checkpoint.enable_first_step_checkpoint", "--dump_folder", "run", cwd=folder)
+    ended = fork_app(*COMMON, *ALONE, "--checkpoint.enable_first_step_checkpoint", "--dump_folder", "run", cwd=folder)
     assert ended.code == 0, ended.out
     return folder / "run"
 
@@ -64,7 +73,7 @@ def resumed(reference, folder, step, *arguments):
 
 def test_a_resumed_run_has_the_losses_of_the_unbroken_one(reference, tmp_path):
     unbroken = {r["step"]: (r["loss"], r["grad_norm"]) for r in metrics(reference) if "loss" in r}
-    _, records, _ = resumed(reference, tmp_path, 3)
+    _, records, _ = resumed(reference, tmp_path, 3, *ALONE)
     assert {s: (r["loss"], r["grad_norm"]) for s, r in records.items()} == {s: unbroken[s] for s in (4, 5, 6)}
 
 
@@ -118,7 +127,7 @@ def test_training_starts_from_a_read_only_hugging_face_folder_and_says_so(refere
     hf.chmod(0o555)
     try:
         ended = fork_app(
-            *COMMON, "--checkpoint.initial_load_path", str(hf), "--checkpoint.initial_load_in_hf", "--training.steps", "1",
+            *COMMON, *ALONE, "--checkpoint.initial_load_path", str(hf), "--checkpoint.initial_load_in_hf", "--training.steps", "1",
             "--lr_scheduler.warmup_steps", "0", "--dump_folder", "run", cwd=tmp_path,
         )  # fmt: skip
     finally:

@@ -5,6 +5,7 @@ A source yields whole documents (str). Nothing here knows about tokens or tensor
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def load_documents(dataset: str, path: str | None) -> list[str]:
 
 
 def python_docs() -> list[str]:
-    """The topics of `pydoc_data.topics`, each paragraph kept once.
+    """The sections of `pydoc_data.topics`, each paragraph kept once.
 
     Topics quote each other (the one on compound statements contains those on `if` and `while`), so whole topics would leak
     from the training part into the held-out one. Shorter topics keep the paragraph, longer ones lose it.
@@ -48,15 +49,22 @@ def python_docs() -> list[str]:
     seen: set[str] = set()
     documents = []
     for name in sorted(topics, key=lambda name: (len(topics[name]), name)):
-        fresh = []
+        section: list[str] = []
         for paragraph in topics[name].split("\n\n"):
+            if _HEADING.match(paragraph) and section:
+                documents.append("\n\n".join(section))
+                section = []
             key = " ".join(paragraph.split())
             if key and key not in seen:
                 seen.add(key)
-                fresh.append(paragraph.strip("\n"))
-        if fresh:
-            documents.append("\n\n".join(fresh))
+                section.append(paragraph.strip("\n"))
+        if section:
+            documents.append("\n\n".join(section))
     return documents
+
+
+_HEADING = re.compile(r"\s*\S[^\n]*\n[*=~^-]{3,}$")
+"""A line of text with a line of punctuation under it: how pydoc renders a section's title."""
 
 
 def held_out(documents: Sequence[str], sizes: Sequence[int], share: float) -> set[int]:
