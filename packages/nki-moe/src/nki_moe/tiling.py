@@ -1,0 +1,86 @@
+"""Routing as the kernels read it: a few small integer tables, computed in torch from the counts, so that no count is ever
+part of a program.
+
+An expert's rows are cut into tiles of TILE rows as often as they fit, and one tail tile of as many BLOCKs as hold the
+rest. What a tail tile lacks is read as repetitions of the expert's last row (finite, whatever lies beyond) and never written.
+What the kernels keep between passes lies in columns where each expert starts at a multiple of BLOCK.
+
+R rows, E experts, T tokens, K experts a token.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["BLOCK", "TILE", "Routing", "columns", "routing"]
+
+TILE, BLOCK = 512, 128
+
+
+def columns(rows: int, experts: int) -> int:
+    """Columns that hold every expert's rows, each rounded up to a BLOCK, whatever the counts."""
+    return -(-(rows + experts * (BLOCK - 1)) // BLOCK) * BLOCK
+
+
+class Routing(NamedTuple):
+    """The tables of one routing; all but `column_R` go to the kernels. Those of a fused edge are one zero without it."""
+
+    plan: Tensor  # (E + 1, 8) int32: first row, first column, 0, full tiles, and 1 at the tail's number of BLOCKs;
+    #               last, for the rows of no expert: 0, 0, 0, blocks to clear, ...
+    load: Tensor  # (E, TILE) int32: the row, or token, that each row of a tail tile is read from
+    store: Tensor  # (E, TILE) int32: the row it is written to, or R, which is skipped
+    real: Tensor  # (E, TILE) float32: 1, or 0 where it only fills the tile
+    clear: Tensor  # (R / BLOCK, BLOCK) int32: the rows of no expert, then R
+    scale: Tensor  # (E, TILE) float32: real * score
+    source: Tensor  # (R, 1) int32: token of each row
+    score_rows: Tensor  # (R, 1) float32: score of each row
+    inverse: Tensor  # (T, K) int32: row of each choice of a token
+    scores: Tensor  # (T, K) float32
+    column_R: Tensor  # column of each row
+
+
+def routing(counts_E: Tensor, rows: int, order_R: Tensor | None, scores_TK: Tensor | None) -> Routing:
+    """The tables for these counts over `rows` rows. With order_R (the (token, k) pair, flat, of each row) and scores_TK,
+    rows are read from tokens."""
+    counts, device = counts_E.long(), counts_E.device
+    E = counts.shape[0]
+    end = counts.cumsum(0)
+    start = end - counts
+    padded = -(-counts // BLOCK) * BLOCK
+    column = padded.cumsum(0) - padded
+    full = counts // TILE
+    blocks = -(-(counts - full * TILE) // BLOCK)
+    tails = (blocks[:, None] == torch.arange(1, TILE // BLOCK + 1, device=device)).long()
+    plan = torch.cat([torch.stack([start, column, torch.zeros_like(start), full], dim=1), tails], dim=1)
+    rest = torch.zeros((1, 8), dtype=torch.int64, device=device)
+    rest[0, 3] = -(-(rows - end[-1]) // BLOCK)
+
+    row = (start + full * TILE)[:, None] + torch.arange(TILE, device=device)
+    real = row < end[:, None]
+    read = torch.minimum(row, (end - 1)[:, None]).clamp(0, rows - 1)
+    clear = end[-1] + torch.arange(-(-rows // BLOCK) * BLOCK, device=device).view(-1, BLOCK)
+    one_zero = torch.zeros((1, 1), dtype=torch.int64, device=device)
+    source, inverse, scores = one_zero, one_zero, one_zero.float()
+    score_rows, load, scale = scores, read, real.float()
+    if order_R is not None and scores_TK is not None:
+        K = scores_TK.shape[1]
+        scores = scores_TK.float()
+        source, score_rows = (order_R // K)[:, None], scores.reshape(-1)[order_R][:, None]
+        load, scale = source[read, 0], score_rows[read, 0] * real
+        inverse = order_R.argsort().view(-1, K)
+    every = torch.arange(rows, device=device)
+    owner = torch.bucketize(every, end, right=True).clamp(max=E - 1)
+    return Routing(
+        plan=torch.cat([plan, rest]).int(),
+        load=load.int(),
+        store=torch.where(real, row, rows).int(),
+        real=real.float(),
+        clear=clear.clamp(max=rows).int(),
+        scale=scale,
+        source=source.int(),
+        score_rows=score_rows,
+        inverse=inverse.int(),
+        scores=scores,
+        column_R=every - start[owner] + column[owner],
+    )
