@@ -6,8 +6,9 @@ Facts of Trainium2 with their sources; the SBUF budget of each kernel; and how f
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = ["Fit", "check", "check_rope", "logical_cores"]
+__all__ = ["Fit", "Split", "check", "check_rope", "logical_cores"]
 
 SBUF_BYTES = 224 * 1024 - 16384 - 8 - 520  # per partition, less what compiler and runtime keep (nki-library d2ad3a5 plans so)
 P = 128  # partitions of SBUF and PSUM
@@ -16,15 +17,22 @@ MAX_EXPERTS = 512  # a launch's tables stay small; Qwen3 has 128
 BYTES = {"bfloat16": 2, "float32": 4}
 
 
+class Split(NamedTuple):
+    """Into how many parts a core's share of F and of D is cut so that SBUF holds a kernel, and whether there is room to load ahead."""
+
+    f_splits: int
+    d_splits: int
+    ahead: bool
+
+
 @dataclass(frozen=True)
 class Fit:
-    """How a shape runs: cores of a logical NeuronCore, (splits of F, splits of D) per core of each kernel, and the SBUF
-    bytes per partition of the largest."""
+    """How a shape runs: cores of a logical NeuronCore, each kernel's splits, and the SBUF bytes per partition of the largest."""
 
     lnc: int
-    forward: tuple[int, int]
-    backward_data: tuple[int, int]
-    backward_weights: tuple[int, int]
+    forward: Split
+    backward_data: Split
+    backward_weights: Split
     sbuf_bytes: int
 
 
@@ -55,49 +63,60 @@ def check(rows: int, experts: int, hidden: int, dim: int, *, dtype: object = "bf
             )
     b = BYTES[name]
     D, F = dim // P, hidden // P  # blocks of 128
-    f, d = F // lnc, D // lnc
+    rows_twice = D * TILE * b if b == 4 else 0  # float32 rows are gathered before they are transposed
 
-    def forward_f(n: int) -> int:
-        part = f // n
-        return 2 * D * part * P * b + (D + 3 * part) * TILE * b + 2 * TILE * 4 + _gathered(dim, b)
+    # Bytes per partition: (what an expert occupies, what a tile occupies, the rest) for a share of f blocks of F, d of D.
+    def forward_f(f: int) -> Need:
+        return Need(2 * D * f * P * b, D * TILE * b + rows_twice, 3 * f * TILE * b + 2 * TILE * 4)
 
-    def backward_f(n: int) -> int:
-        part = f // n
-        return D * part * P * b + (D + 5 * part) * TILE * b + 6 * TILE * 4 + _gathered(dim, b)
+    def forward_d(d: int) -> Need:
+        return Need(F * d * P * b, F * TILE * b, 4 * d * P * b)
 
-    def weights_f(n: int) -> int:
-        part = f // n
-        return 3 * part * P * D * 4 + (2 * dim + 3 * part * P) * (TILE // P) * b + max(dim, part * P) * b
+    def data_f(f: int) -> Need:
+        return Need(D * f * P * b, (D + 3 * f) * TILE * b + TILE * 4 + rows_twice, 2 * f * TILE * b + 6 * TILE * 4)
 
-    def forward_d(n: int) -> int:
-        return F * (d // n) * P * b + F * TILE * b + 4 * (d // n) * P * b
+    def data_d(d: int) -> Need:
+        return Need(2 * F * d * P * b, 2 * F * TILE * b, 4 * d * P * b)
 
-    def backward_d(n: int) -> int:
-        return 2 * F * (d // n) * P * b + 2 * F * TILE * b + 4 * (d // n) * P * b
+    def weights_f(f: int) -> Need:
+        return Need(0, (2 * D + 3 * f) * TILE * b, 3 * f * P * D * 4 + 2 * max(dim, f * P) * b)
 
-    splits, used = {}, 0
-    for key, bytes_at, blocks in (
-        ("forward F", forward_f, f),
-        ("forward D", forward_d, d),
-        ("backward_data F", backward_f, f),
-        ("backward_data D", backward_d, d),
-        ("backward_weights F", weights_f, f),
-    ):
-        n = _fewest_splits(bytes_at, blocks)
-        if n is None:
-            raise ValueError(
-                f"{key}: D={dim} F={hidden} {name} at LNC={lnc} needs {bytes_at(blocks)} bytes of SBUF per partition even "
-                f"when split {blocks} times; there are {SBUF_BYTES}. Shard D or F (tensor parallelism), use LNC=2 or bfloat16"
-            )
-        splits[key] = n
-        used = max(used, bytes_at(n))
-    return Fit(
-        lnc,
-        (splits["forward F"], splits["forward D"]),
-        (splits["backward_data F"], splits["backward_data D"]),
-        (splits["backward_weights F"], 1),
-        used,
-    )
+    where = f"D={dim} F={hidden} {name} at LNC={lnc}"
+    forward, most_1 = _split(where + ", forward", forward_f, F // lnc, forward_d, D // lnc)
+    data, most_2 = _split(where + ", backward for the data", data_f, F // lnc, data_d, D // lnc)
+    weights, most_3 = _split(where + ", backward for the weights", weights_f, F // lnc, None, 1)
+    return Fit(lnc, forward, data, weights, max(most_1, most_2, most_3))
+
+
+class Need(NamedTuple):
+    """SBUF bytes per partition of one expert's weights, of one tile's input, and of everything else."""
+
+    expert: int
+    tile: int
+    rest: int
+
+    def total(self, ahead: bool) -> int:
+        return (1 + ahead) * (self.expert + self.tile) + self.rest + 1024  # 1024: tables and counters
+
+
+def _split(
+    where: str, need_f: Callable[[int], Need], f: int, need_d: Callable[[int], Need] | None, d: int
+) -> tuple[Split, int]:
+    """The fewest splits that fit; of those, with room to load ahead if there is. And the bytes used."""
+
+    def fewest(need: Callable[[int], Need], blocks: int) -> int:
+        for n in range(1, blocks + 1):
+            if blocks % n == 0 and need(blocks // n).total(ahead=False) <= SBUF_BYTES:
+                return n
+        raise ValueError(
+            f"{where} needs {need(1).total(ahead=False)} bytes of SBUF per partition however it is split; there are {SBUF_BYTES}. "
+            "Shard D or F (tensor parallelism), or use LNC=2 or bfloat16"
+        )
+
+    n_f, n_d = fewest(need_f, f), fewest(need_d, d) if need_d else 1
+    needs = [need_f(f // n_f)] + ([need_d(d // n_d)] if need_d else [])
+    ahead = all(need.total(ahead=True) <= SBUF_BYTES for need in needs)
+    return Split(n_f, n_d, ahead), max(need.total(ahead) for need in needs)
 
 
 def check_rope(head_dim: int, *, dtype: object = "bfloat16") -> None:
@@ -115,12 +134,3 @@ def logical_cores() -> int:
     if value not in ("1", "2"):
         raise ValueError(f"NEURON_LOGICAL_NC_CONFIG={value!r}: must be 1 or 2, and agree with the compiler's --lnc")
     return int(value)
-
-
-def _gathered(dim: int, b: int) -> int:
-    """float32 rows are gathered before they are transposed; bfloat16 ones on the way."""
-    return dim * (TILE // P) * b if b == 4 else 0
-
-
-def _fewest_splits(bytes_at: Callable[[int], int], blocks: int) -> int | None:
-    return next((n for n in range(1, blocks + 1) if blocks % n == 0 and bytes_at(n) <= SBUF_BYTES), None)

@@ -13,9 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "TILE", "Routing", "columns", "routing"]
+__all__ = ["BLOCK", "FULL", "ODD", "PAIRS", "TAILS", "TILE", "WIDTH", "Routing", "columns", "routing"]
 
 TILE, BLOCK = 512, 128
+# A row of the plan: first row, first column, then how often each loop of an expert runs.
+FULL, PAIRS, ODD, TAILS = 2, 3, 4, 5  # full tiles; or pairs of them and one more; then a tail of 1, 2, 3 or 4 BLOCKs
+WIDTH = 9
 
 
 def columns(rows: int, experts: int) -> int:
@@ -26,8 +29,7 @@ def columns(rows: int, experts: int) -> int:
 class Routing(NamedTuple):
     """The tables of one routing; all but `column_R` go to the kernels. Those of a fused edge are one zero without it."""
 
-    plan: Tensor  # (E + 1, 8) int32: first row, first column, 0, full tiles, and 1 at the tail's number of BLOCKs;
-    #               last, for the rows of no expert: 0, 0, 0, blocks to clear, ...
+    plan: Tensor  # (E + 1, WIDTH) int32, one row for each expert, and one whose FULL are the BLOCKs that no expert owns
     load: Tensor  # (E, TILE) int32: the row, or token, that each row of a tail tile is read from
     store: Tensor  # (E, TILE) int32: the row it is written to, or R, which is skipped
     real: Tensor  # (E, TILE) float32: 1, or 0 where it only fills the tile
@@ -52,9 +54,9 @@ def routing(counts_E: Tensor, rows: int, order_R: Tensor | None, scores_TK: Tens
     full = counts // TILE
     blocks = -(-(counts - full * TILE) // BLOCK)
     tails = (blocks[:, None] == torch.arange(1, TILE // BLOCK + 1, device=device)).long()
-    plan = torch.cat([torch.stack([start, column, torch.zeros_like(start), full], dim=1), tails], dim=1)
-    rest = torch.zeros((1, 8), dtype=torch.int64, device=device)
-    rest[0, 3] = -(-(rows - end[-1]) // BLOCK)
+    plan = torch.cat([torch.stack([start, column, full, full // 2, full % 2], dim=1), tails], dim=1)
+    unowned = -(-(rows - end[-1]) // BLOCK)
+    rest = unowned * (torch.arange(WIDTH, device=device) == FULL)
 
     row = (start + full * TILE)[:, None] + torch.arange(TILE, device=device)
     real = row < end[:, None]
@@ -72,7 +74,7 @@ def routing(counts_E: Tensor, rows: int, order_R: Tensor | None, scores_TK: Tens
     every = torch.arange(rows, device=device)
     owner = torch.bucketize(every, end, right=True).clamp(max=E - 1)
     return Routing(
-        plan=torch.cat([plan, rest]).int(),
+        plan=torch.cat([plan, rest[None]]).int(),
         load=load.int(),
         store=torch.where(real, row, rows).int(),
         real=real.float(),

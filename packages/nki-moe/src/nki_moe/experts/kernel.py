@@ -18,7 +18,7 @@ A buffer's suffix says where it is: _sb SBUF, _ps PSUM, _hbm scratch; arguments 
 from collections.abc import Callable
 from typing import Any
 
-from nki_moe.tiling import BLOCK, TILE, columns
+from nki_moe.tiling import BLOCK, FULL, ODD, PAIRS, TAILS, TILE, WIDTH, columns
 from nki_moe.toolchain import nisa, nki, nl
 
 P = 128
@@ -43,6 +43,7 @@ def forward(
     save: bool,
     f_splits: int,
     d_splits: int,
+    ahead: bool,
 ) -> Any:
     """y like x, and with `save` (3F, C): gate, up and h.
 
@@ -58,23 +59,26 @@ def forward(
     y = nl.ndarray(x.shape, dtype, buffer=nl.shared_hbm)
     y_rows = nl.ndarray((rows, D), dtype, buffer=nl.shared_hbm) if fused else y
     first_h = 2 * F if save else 0
-    walk = Walk(plan, load, store, source, fused)
+    walk = Walk(plan, load, store, source, fused, ahead)
 
     Fs = F // (cores * f_splits)
     for split in range(f_splits):
         f0 = (split * cores + core) * Fs
 
-        def gate_up(e: Any, f0: int = f0) -> None:
-            w1T_sb = nl.ndarray((P, D // P, Fs), dtype, buffer=nl.sbuf)
-            w3T_sb = nl.ndarray((P, D // P, Fs), dtype, buffer=nl.sbuf)
-            for w, w_sb in ((w1, w1T_sb), (w3, w3T_sb)):
-                nisa.dma_transpose(
-                    dst=w_sb,
-                    src=w.ap([[D, Fs], [P, D // P], [1, P]], offset=f0 * D, scalar_offset=e, indirect_dim=0),
-                )
+        w1T_sbs, w3T_sbs = (walk.buffers((P, D // P, Fs), dtype) for _ in range(2))
 
-            def tile(n: int) -> None:
-                xT_sb = walk.read_transposed(x, n)
+        def gate_up(
+            expert: Expert, f0: int = f0, w1T_sbs: tuple[Any, ...] = w1T_sbs, w3T_sbs: tuple[Any, ...] = w3T_sbs
+        ) -> None:
+            w1T_sb, w3T_sb = w1T_sbs[expert.second], w3T_sbs[expert.second]
+            for w, w_sb in ((w1, w1T_sb), (w3, w3T_sb)):
+                nisa.dma_transpose(dst=w_sb, src=expert.of(w, [[D, Fs], [P, D // P], [1, P]], f0 * D))
+
+            def tile(at: Tile) -> Callable[[], None]:
+                n, xT_sb = at.n, at.read_transposed(x)
+                return lambda: compute(at, n, xT_sb)
+
+            def compute(at: Tile, n: int, xT_sb: Any) -> None:
                 h_sb = nl.ndarray((P, Fs // P, n), dtype, buffer=nl.sbuf)
                 g_sb = nl.ndarray((P, Fs // P, n), dtype, buffer=nl.sbuf) if save else None
                 u_sb = nl.ndarray((P, Fs // P, n), dtype, buffer=nl.sbuf) if save else None
@@ -92,14 +96,14 @@ def forward(
                     if save:
                         nisa.activation(g_sb[:, f, :], nl.copy, g_ps)
                         nisa.tensor_copy(u_sb[:, f, :], u_ps)
-                walk.keep(kept, first_h + f0, h_sb)
+                at.keep(kept, first_h + f0, h_sb)
                 if save:
-                    walk.keep(kept, f0, g_sb)
-                    walk.keep(kept, F + f0, u_sb)
+                    at.keep(kept, f0, g_sb)
+                    at.keep(kept, F + f0, u_sb)
 
-            walk.tiles(e, tile)
+            walk.tiles(expert, tile)
 
-        nl.fori_loop(0, E, gate_up)
+        walk.experts(E, gate_up)
 
     if cores == 2:
         nisa.core_barrier(kept, (0, 1))
@@ -108,19 +112,19 @@ def forward(
     for split in range(d_splits):
         d0 = (split * cores + core) * Ds
 
-        def down(e: Any, d0: int = d0) -> None:
-            w2T_sb = nl.ndarray((P, F // P, Ds), dtype, buffer=nl.sbuf)
-            nisa.dma_transpose(
-                dst=w2T_sb, src=w2.ap([[F, Ds], [P, F // P], [1, P]], offset=d0 * F, scalar_offset=e, indirect_dim=0)
-            )
+        w2T_sbs = walk.buffers((P, F // P, Ds), dtype)
 
-            def tile(n: int) -> None:
-                h_sb = walk.recall(kept, first_h, F, n)
-                walk.write(y_rows, d0, product(((h_sb, w2T_sb),), n, Ds, dtype))
+        def down(expert: Expert, d0: int = d0, w2T_sbs: tuple[Any, ...] = w2T_sbs) -> None:
+            w2T_sb = w2T_sbs[expert.second]
+            nisa.dma_transpose(dst=w2T_sb, src=expert.of(w2, [[F, Ds], [P, F // P], [1, P]], d0 * F))
 
-            walk.tiles(e, tile)
+            def tile(at: Tile) -> Callable[[], None]:
+                h_sb = at.recall(kept, first_h, F)
+                return lambda: at.write(y_rows, d0, product(((h_sb, w2T_sb),), at.n, Ds, dtype))
 
-        nl.fori_loop(0, E, down)
+            walk.tiles(expert, tile)
+
+        walk.experts(E, down)
         if fused:
             combine(y, y_rows, inverse, scores, d0, Ds)
         else:
@@ -147,6 +151,7 @@ def backward_data(
     fused: bool,
     f_splits: int,
     d_splits: int,
+    ahead: bool,
 ) -> Any:
     """dx like dy; (2F, C): the gradients of gate and up; (cores * splits, C): each share's part of the scores' gradients."""
     (E, F, D), core, cores = w1.shape, nl.program_id(0), nl.num_programs(0)
@@ -155,7 +160,7 @@ def backward_data(
     dx = nl.ndarray(dy.shape, dtype, buffer=nl.shared_hbm)
     dx_rows = nl.ndarray((rows, D), dtype, buffer=nl.shared_hbm) if fused else dx
     dscores = nl.ndarray((cores * f_splits, C), nl.float32, buffer=nl.shared_hbm)
-    walk = Walk(plan, load, store, source, fused)
+    walk = Walk(plan, load, store, source, fused, ahead)
     if fused:
         ones_sb = nl.ndarray((P, 1), nl.float32 if dtype == nl.float32 else nl.bfloat16, buffer=nl.sbuf)
         nisa.memset(ones_sb, 1.0)
@@ -165,20 +170,23 @@ def backward_data(
         share = split * cores + core
         f0 = share * Fs
 
-        def hidden(e: Any, f0: int = f0, share: int = share) -> None:
-            w2_sb = nl.ndarray((P, D // P, Fs), dtype, buffer=nl.sbuf)
-            nisa.dma_copy(
-                w2_sb, w2.ap([[F, P], [P * F, D // P], [1, Fs]], offset=f0, scalar_offset=e, indirect_dim=0)
-            )
+        w2_sbs = walk.buffers((P, D // P, Fs), dtype)
 
-            def tile(n: int) -> None:
-                dyT_sb = walk.read_transposed(dy, n)
-                g_sb, u_sb = walk.recall(kept, f0, Fs, n), walk.recall(kept, F + f0, Fs, n)
+        def hidden(expert: Expert, f0: int = f0, share: int = share, w2_sbs: tuple[Any, ...] = w2_sbs) -> None:
+            w2_sb = w2_sbs[expert.second]
+            nisa.dma_copy(w2_sb, expert.of(w2, [[F, P], [P * F, D // P], [1, Fs]], f0))
+
+            def tile(at: Tile) -> Callable[[], None]:
+                dyT_sb = at.read_transposed(dy)
+                g_sb, u_sb = at.recall(kept, f0, Fs), at.recall(kept, F + f0, Fs)
+                h_sb = at.recall(kept, 2 * F + f0, Fs) if fused else None
+                score_sb = at.scores(score_rows, scale) if fused else None
+                return lambda: compute(at, at.n, dyT_sb, g_sb, u_sb, h_sb, score_sb)
+
+            def compute(at: Tile, n: int, dyT_sb: Any, g_sb: Any, u_sb: Any, h_sb: Any, score_sb: Any) -> None:
                 dg_sb = nl.ndarray((P, Fs // P, n), dtype, buffer=nl.sbuf)
                 du_sb = nl.ndarray((P, Fs // P, n), dtype, buffer=nl.sbuf)
                 if fused:
-                    h_sb = walk.recall(kept, 2 * F + f0, Fs, n)
-                    score_sb = walk.scores(score_rows, scale, n)
                     dscore_ps = nl.ndarray((1, n), nl.float32, buffer=nl.psum)
                 for f in range(Fs // P):
                     dh_ps = nl.ndarray((P, n), nl.float32, buffer=nl.psum)
@@ -199,16 +207,16 @@ def backward_data(
                     nisa.tensor_tensor(du_sb[:, f, :], dh, silu_sb, nl.multiply)
                     nisa.tensor_tensor(through_sb, dh, u_sb[:, f, :], nl.multiply)
                     nisa.tensor_tensor(dg_sb[:, f, :], through_sb, slope_sb, nl.multiply)
-                walk.keep(dkept, f0, dg_sb)
-                walk.keep(dkept, F + f0, du_sb)
+                at.keep(dkept, f0, dg_sb)
+                at.keep(dkept, F + f0, du_sb)
                 if fused:
                     dscore_sb = nl.ndarray((1, n), nl.float32, buffer=nl.sbuf)
                     nisa.activation(dscore_sb, nl.copy, dscore_ps)
-                    nisa.dma_copy(walk.at_column(dscores, [[C, 1], [1, n]], share * C), dscore_sb)
+                    nisa.dma_copy(at.columns(dscores, [[C, 1], [1, n]], share * C), dscore_sb)
 
-            walk.tiles(e, tile)
+            walk.tiles(expert, tile)
 
-        nl.fori_loop(0, E, hidden)
+        walk.experts(E, hidden)
 
     if cores == 2:
         nisa.core_barrier(dkept, (0, 1))
@@ -217,21 +225,22 @@ def backward_data(
     for split in range(d_splits):
         d0 = (split * cores + core) * Ds
 
-        def outwards(e: Any, d0: int = d0) -> None:
-            w1_sb = nl.ndarray((P, F // P, Ds), dtype, buffer=nl.sbuf)
-            w3_sb = nl.ndarray((P, F // P, Ds), dtype, buffer=nl.sbuf)
+        w1_sbs, w3_sbs = (walk.buffers((P, F // P, Ds), dtype) for _ in range(2))
+
+        def outwards(
+            expert: Expert, d0: int = d0, w1_sbs: tuple[Any, ...] = w1_sbs, w3_sbs: tuple[Any, ...] = w3_sbs
+        ) -> None:
+            w1_sb, w3_sb = w1_sbs[expert.second], w3_sbs[expert.second]
             for w, w_sb in ((w1, w1_sb), (w3, w3_sb)):
-                nisa.dma_copy(
-                    w_sb, w.ap([[D, P], [P * D, F // P], [1, Ds]], offset=d0, scalar_offset=e, indirect_dim=0)
-                )
+                nisa.dma_copy(w_sb, expert.of(w, [[D, P], [P * D, F // P], [1, Ds]], d0))
 
-            def tile(n: int) -> None:
-                dg_sb, du_sb = walk.recall(dkept, 0, F, n), walk.recall(dkept, F, F, n)
-                walk.write(dx_rows, d0, product(((dg_sb, w1_sb), (du_sb, w3_sb)), n, Ds, dtype))
+            def tile(at: Tile) -> Callable[[], None]:
+                dg_sb, du_sb = at.recall(dkept, 0, F), at.recall(dkept, F, F)
+                return lambda: at.write(dx_rows, d0, product(((dg_sb, w1_sb), (du_sb, w3_sb)), at.n, Ds, dtype))
 
-            walk.tiles(e, tile)
+            walk.tiles(expert, tile)
 
-        nl.fori_loop(0, E, outwards)
+        walk.experts(E, outwards)
         if fused:
             combine(dx, dx_rows, inverse, None, d0, Ds)
         else:
@@ -256,6 +265,7 @@ def backward_weights(
     rows: int,
     fused: bool,
     f_splits: int,
+    ahead: bool,
 ) -> Any:
     """dw1 (E, F, D), dw2 (E, D, F), dw3 (E, F, D).
 
@@ -269,146 +279,139 @@ def backward_weights(
     dw1 = nl.ndarray((E, F, D), dtype, buffer=nl.shared_hbm)
     dw2 = nl.ndarray((E, D, F), dtype, buffer=nl.shared_hbm)
     dw3 = nl.ndarray((E, F, D), dtype, buffer=nl.shared_hbm)
-    walk = Walk(plan, load, store, source, fused)
+    walk = Walk(plan, load, store, source, fused, ahead)
 
     Fs = F // (cores * f_splits)
     for split in range(f_splits):
         f0 = (split * cores + core) * Fs
 
-        def expert(e: Any, f0: int = f0) -> None:
+        def sums(expert: Expert, f0: int = f0) -> None:
+            walk.open(expert)
             sum1_sb = nl.ndarray((P, Fs // P, D), nl.float32, buffer=nl.sbuf)
             sum2_sb = nl.ndarray((P, D // P, Fs), nl.float32, buffer=nl.sbuf)
             sum3_sb = nl.ndarray((P, Fs // P, D), nl.float32, buffer=nl.sbuf)
             for sum_sb in (sum1_sb, sum2_sb, sum3_sb):
-                nisa.memset(sum_sb, 0.0, engine=nisa.engine.gpsimd)
+                for m in range(sum_sb.shape[1]):  # in pieces, so that the first can be ready before the last is free
+                    nisa.memset(sum_sb[:, m, :], 0.0, engine=nisa.engine.gpsimd)
 
-            def tile(n: int) -> None:
-                x_sb, dy_sb = walk.read(x, n), walk.read(dy, n)
-                walk.weigh(x_sb, dy_sb, real, scale, score_rows, n)
-                dg_sb = walk.recall_transposed(dkept, f0, Fs, n)
-                du_sb = walk.recall_transposed(dkept, F + f0, Fs, n)
-                h_sb = walk.recall_transposed(kept, 2 * F + f0, Fs, n)
-                add_product(sum1_sb, dg_sb, x_sb)
-                add_product(sum2_sb, dy_sb, h_sb)
-                add_product(sum3_sb, du_sb, x_sb)
+            def tile(at: Tile) -> Callable[[], None]:
+                x_sb, dy_sb = at.read(x), at.read(dy)
+                dg_sb, du_sb = at.recall_transposed(dkept, f0, Fs), at.recall_transposed(dkept, F + f0, Fs)
+                h_sb = at.recall_transposed(kept, 2 * F + f0, Fs)
+                at.weigh(x_sb, dy_sb, real, scale, score_rows)
 
-            walk.tiles(e, tile)
+                def compute() -> None:
+                    add_product(sum1_sb, dg_sb, x_sb)
+                    add_product(sum2_sb, dy_sb, h_sb)
+                    add_product(sum3_sb, du_sb, x_sb)
+
+                return compute
+
+            walk.tiles(expert, tile)
             for sum_sb, dw, width, first in ((sum1_sb, dw1, D, f0 * D), (sum2_sb, dw2, F, f0), (sum3_sb, dw3, D, f0 * D)):
                 for m in range(sum_sb.shape[1]):
                     n = sum_sb.shape[2]
                     out_sb = nl.ndarray((P, n), dtype, buffer=nl.sbuf)
                     nisa.activation(out_sb, nl.copy, sum_sb[:, m, :])
-                    nisa.dma_copy(
-                        dw.ap([[width, P], [1, n]], offset=first + m * P * width, scalar_offset=e, indirect_dim=0), out_sb
-                    )
+                    nisa.dma_copy(expert.of(dw, [[width, P], [1, n]], first + m * P * width), out_sb)
 
-        nl.fori_loop(0, E, expert)
+        walk.experts(E, sums)
     return dw1, dw2, dw3
 
 
-class Walk:
-    """Where one core is in the rows: the tiles of an expert, and what is read and written at each.
+class Expert:
+    """An expert of a loop on the device: the one in register `e`, or the one after it."""
 
-    A tile of `n` rows is `n // P` blocks with the rows on partitions, or n columns with a feature on each partition.
+    def __init__(self, e: Any, second: int) -> None:
+        self.e, self.second = e, second
+
+    def of(self, tensor: Any, pattern: list[list[int]], offset: int = 0) -> Any:
+        """A pattern in this expert's part of a tensor (E, ...)."""
+        size = 1
+        for n in tensor.shape[1:]:
+            size *= n
+        return tensor.ap(pattern, offset=offset + self.second * size, scalar_offset=self.e, indirect_dim=0)
+
+
+class Walk:
+    """The way of one core through experts and tiles.
+
+    With `ahead`, two experts and two tiles are in flight: each has its own buffers, and the second's loads are issued before the
+    first's matmuls, so that DMA and the Tensor Engine overlap.
     """
 
-    def __init__(self, plan: Any, load: Any, store: Any, source: Any, fused: bool) -> None:
-        self.plan, self.load, self.store, self.source, self.fused = plan, load, store, source, fused
-        self.row, self.column = nisa.register_alloc(), nisa.register_alloc()
+    def __init__(self, plan: Any, load: Any, store: Any, source: Any, fused: bool, ahead: bool) -> None:
+        self.plan, self.load, self.store, self.source, self.fused, self.ahead = plan, load, store, source, fused, ahead
         self.trips = nisa.register_alloc()
+        self.places = [(nisa.register_alloc(), nisa.register_alloc()) for _ in range(2)]
         self.step_sb = nl.ndarray((1, 2), nl.int32, buffer=nl.sbuf)
         nisa.memset(self.step_sb, TILE)
-        self.expert: Any = None
-        self.tail = False
+        self.opened: tuple[Any, Any] | None = None
 
-    def tiles(self, e: Any, tile: Callable[[int], None]) -> None:
-        """tile(TILE) for each full tile of expert e, then tile(n) once for what remains, in BLOCKs."""
-        plan_sb = nl.ndarray((1, 8), nl.int32, buffer=nl.sbuf)
+    def buffers(self, shape: tuple[int, ...], dtype: Any) -> tuple[Any, ...]:
+        """A buffer for each expert in flight."""
+        first = nl.ndarray(shape, dtype, buffer=nl.sbuf)
+        return (first, nl.ndarray(shape, dtype, buffer=nl.sbuf) if self.ahead else first)
+
+    def experts(self, E: int, body: Callable[[Expert], None]) -> None:
+        """body(expert) for each, on the device."""
+
+        def two(e: Any) -> None:
+            body(Expert(e, 0))
+            body(Expert(e, 1))
+
+        together = E - E % 2 if self.ahead else 0
+        if together:
+            nl.fori_loop(0, together, two, step=2)
+        if together < E:
+            nl.fori_loop(together, E, lambda e: body(Expert(e, 0)))
+
+    def open(self, expert: Expert) -> None:
+        """Fetch where an expert's rows are."""
+        plan_sb = nl.ndarray((1, WIDTH), nl.int32, buffer=nl.sbuf)
         at_sb = nl.ndarray((1, 2), nl.int32, buffer=nl.sbuf)  # row, column
-        nisa.dma_copy(plan_sb, self.plan.ap([[8, 1], [1, 8]], scalar_offset=e, indirect_dim=0))
-        nisa.tensor_copy(at_sb, plan_sb[:, 0:2])
-        self.expert = e
+        nisa.dma_copy(plan_sb, expert.of(self.plan, [[WIDTH, 1], [1, WIDTH]]))
+        nisa.tensor_copy(at_sb, plan_sb[:, 0:2], engine=nisa.engine.gpsimd)
+        self.opened = plan_sb, at_sb
 
-        def run(n: int) -> None:
-            nisa.register_load(self.row, at_sb[:, 0:1])
-            nisa.register_load(self.column, at_sb[:, 1:2])
-            tile(n)
+    def tiles(self, expert: Expert, tile: Callable[["Tile"], Callable[[], None]]) -> None:
+        """For each full tile of an expert, then once for what remains: load = tile(at), which returns what computes."""
+        if self.opened is None:
+            self.open(expert)
+        assert self.opened is not None
+        (plan_sb, at_sb), self.opened = self.opened, None
 
-        def full(_: Any) -> None:
-            self.tail = False
-            run(TILE)
-            nisa.tensor_tensor(at_sb, at_sb, self.step_sb, nl.add)
+        def start(n: int, tail: bool, place: int) -> Callable[[], None]:
+            row, column = self.places[place]
+            nisa.register_load(row, at_sb[:, 0:1])
+            nisa.register_load(column, at_sb[:, 1:2])
+            nisa.tensor_tensor(at_sb, at_sb, self.step_sb, nl.add)  # of integers: on GpSimd, which nothing holds up
+            return tile(Tile(self, expert, n, tail, row, column))
 
-        nisa.register_load(self.trips, plan_sb[:, 3:4])
-        nl.fori_loop(0, self.trips, full)
+        def two(_: Any) -> None:
+            first, second = start(TILE, False, 0), start(TILE, False, 1)
+            first()
+            second()
+
+        def loop(column: int, body: Callable[[Any], None]) -> None:
+            nisa.register_load(self.trips, plan_sb[:, column : column + 1])
+            nl.fori_loop(0, self.trips, body)
+
+        if self.ahead:
+            loop(PAIRS, two)
+            loop(ODD, lambda _: start(TILE, False, 0)())
+        else:
+            loop(FULL, lambda _: start(TILE, False, 0)())
         for blocks in range(1, TILE // BLOCK + 1):
-
-            def tail(_: Any, n: int = blocks * BLOCK) -> None:
-                self.tail = True
-                run(n)
-
-            nisa.register_load(self.trips, plan_sb[:, 3 + blocks : 4 + blocks])
-            nl.fori_loop(0, self.trips, tail)
-
-    # -- rows, in HBM as (rows, features) ------------------------------------------------------------------------------
-    def indices(self, n: int) -> Any:
-        """Which rows of the input a tile is made of, (P, n / P); None when they simply follow each other."""
-        if not self.tail and not self.fused:
-            return None
-        index_sb = nl.ndarray((P, n // P), nl.uint32, buffer=nl.sbuf)
-        if self.tail:
-            nisa.dma_copy(index_sb, self.load.ap([[1, P], [P, n // P]], scalar_offset=self.expert, indirect_dim=0))
-        else:
-            nisa.dma_copy(index_sb, self.source.ap([[1, P], [P, n // P]], scalar_offset=self.row, indirect_dim=0))
-        return index_sb
-
-    def read(self, x: Any, n: int) -> Any:
-        """(P, n / P, D): rows on partitions."""
-        D, index_sb = x.shape[1], self.indices(n)
-        x_sb = nl.ndarray((P, n // P, D), x.dtype, buffer=nl.sbuf)
-        if index_sb is None:
-            nisa.dma_copy(x_sb, x.ap([[D, P], [P * D, n // P], [1, D]], scalar_offset=self.row, indirect_dim=0))
-        else:
-            for b in range(n // P):
-                nisa.dma_copy(x_sb[:, b, :], x.ap([[D, P], [1, D]], vector_offset=index_sb[:, b : b + 1], indirect_dim=0))
-        return x_sb
-
-    def read_transposed(self, x: Any, n: int) -> Any:
-        """(P, D / P, n): features on partitions."""
-        D = x.shape[1]
-        xT_sb = nl.ndarray((P, D // P, n), x.dtype, buffer=nl.sbuf)
-        pattern = [[D, n], [P, D // P], [1, P]]
-        if not self.tail and not self.fused:
-            nisa.dma_transpose(dst=xT_sb, src=x.ap(pattern, scalar_offset=self.row, indirect_dim=0))
-        elif x.dtype == nl.float32:  # DMA gathers and transposes two-byte types at once, wider ones in two steps
-            x_sb = self.read(x, n)
-            for b in range(n // P):
-                nisa.dma_transpose(
-                    dst=xT_sb[:, :, b * P : (b + 1) * P], src=x_sb[:, b, :].reshape_dim(1, (D // P, P))
-                )
-        else:
-            nisa.dma_transpose(dst=xT_sb, src=x.ap(pattern, vector_offset=self.indices(n), indirect_dim=0))
-        return xT_sb
-
-    def write(self, y: Any, d0: int, y_sb: Any) -> None:
-        """Rows (P, n / P, width) to columns d0... of y; rows that only fill a tile are skipped."""
-        D, blocks, width = y.shape[1], y_sb.shape[1], y_sb.shape[2]
-        if not self.tail:
-            to = y.ap([[D, P], [P * D, blocks], [1, width]], offset=d0, scalar_offset=self.row, indirect_dim=0)
-            nisa.dma_copy(to, y_sb)
-            return
-        index_sb = nl.ndarray((P, blocks), nl.int32, buffer=nl.sbuf)
-        nisa.dma_copy(index_sb, self.store.ap([[1, P], [P, blocks]], scalar_offset=self.expert, indirect_dim=0))
-        for b in range(blocks):
-            scatter(y, d0, y_sb[:, b, :], index_sb[:, b : b + 1])
+            loop(TAILS + blocks - 1, lambda _, n=blocks * BLOCK: start(n, True, 1)())  # type: ignore[misc]
 
     def zero(self, y: Any, clear: Any, d0: int, width: int) -> None:
         """Clear the rows that belong to no expert."""
         zero_sb = nl.ndarray((P, width), y.dtype, buffer=nl.sbuf)
         nisa.memset(zero_sb, 0.0)
-        plan_sb = nl.ndarray((1, 8), nl.int32, buffer=nl.sbuf)
+        plan_sb = nl.ndarray((1, WIDTH), nl.int32, buffer=nl.sbuf)
         nisa.dma_copy(plan_sb, self.plan[self.plan.shape[0] - 1 : self.plan.shape[0], :])
-        nisa.register_load(self.trips, plan_sb[:, 3:4])
+        nisa.register_load(self.trips, plan_sb[:, FULL : FULL + 1])
 
         def tile(i: Any) -> None:
             index_sb = nl.ndarray((P, 1), nl.int32, buffer=nl.sbuf)
@@ -417,54 +420,120 @@ class Walk:
 
         nl.fori_loop(0, self.trips, tile)
 
+
+class Tile:
+    """`n` rows of one expert: n / P blocks with the rows on partitions, or n columns with a feature on each partition.
+
+    A tail tile is the last of an expert, filled up with repetitions of the last row.
+    """
+
+    def __init__(self, walk: Walk, expert: Expert, n: int, tail: bool, row: Any, column: Any) -> None:
+        self.walk, self.expert, self.n, self.tail, self.row, self.column = walk, expert, n, tail, row, column
+        self.blocks = n // P
+
+    # -- rows, in HBM as (rows, features) ------------------------------------------------------------------------------
+    def rows(self, tensor: Any, pattern: list[list[int]], offset: int = 0) -> Any:
+        """A pattern from this tile's first row."""
+        return tensor.ap(pattern, offset=offset, scalar_offset=self.row, indirect_dim=0)
+
+    def indices(self) -> Any:
+        """Which rows of the input the tile is made of, (P, blocks); None when they simply follow each other."""
+        pattern = [[1, P], [P, self.blocks]]
+        if self.tail:
+            table = self.expert.of(self.walk.load, pattern)
+        elif self.walk.fused:
+            table = self.rows(self.walk.source, pattern)
+        else:
+            return None
+        index_sb = nl.ndarray((P, self.blocks), nl.uint32, buffer=nl.sbuf)
+        nisa.dma_copy(index_sb, table)
+        return index_sb
+
+    def read(self, x: Any) -> Any:
+        """(P, blocks, D): rows on partitions."""
+        D, index_sb = x.shape[1], self.indices()
+        x_sb = nl.ndarray((P, self.blocks, D), x.dtype, buffer=nl.sbuf)
+        if index_sb is None:
+            nisa.dma_copy(x_sb, self.rows(x, [[D, P], [P * D, self.blocks], [1, D]]))
+            return x_sb
+        for b in range(self.blocks):
+            nisa.dma_copy(x_sb[:, b, :], x.ap([[D, P], [1, D]], vector_offset=index_sb[:, b : b + 1], indirect_dim=0))
+        return x_sb
+
+    def read_transposed(self, x: Any) -> Any:
+        """(P, D / P, n): features on partitions."""
+        D = x.shape[1]
+        xT_sb = nl.ndarray((P, D // P, self.n), x.dtype, buffer=nl.sbuf)
+        pattern = [[D, self.n], [P, D // P], [1, P]]
+        if not self.tail and not self.walk.fused:
+            nisa.dma_transpose(dst=xT_sb, src=self.rows(x, pattern))
+        elif x.dtype == nl.float32:  # DMA gathers and transposes two-byte types at once, wider ones in two steps
+            x_sb = self.read(x)
+            for b in range(self.blocks):
+                block_sb = xT_sb[:, :, b * P : (b + 1) * P]
+                nisa.dma_transpose(dst=block_sb, src=x_sb[:, b, :].reshape_dim(1, (D // P, P)))
+        else:
+            nisa.dma_transpose(dst=xT_sb, src=x.ap(pattern, vector_offset=self.indices(), indirect_dim=0))
+        return xT_sb
+
+    def write(self, y: Any, d0: int, y_sb: Any) -> None:
+        """Rows (P, blocks, width) to columns d0... of y; rows that only fill the tile are skipped."""
+        D, width = y.shape[1], y_sb.shape[2]
+        if not self.tail:
+            nisa.dma_copy(self.rows(y, [[D, P], [P * D, self.blocks], [1, width]], d0), y_sb)
+            return
+        index_sb = nl.ndarray((P, self.blocks), nl.int32, buffer=nl.sbuf)
+        nisa.dma_copy(index_sb, self.expert.of(self.walk.store, [[1, P], [P, self.blocks]]))
+        for b in range(self.blocks):
+            scatter(y, d0, y_sb[:, b, :], index_sb[:, b : b + 1])
+
     # -- what passes keep, in HBM as (features, columns) ------------------------------------------------------------------
-    def at_column(self, kept: Any, pattern: list[list[int]], offset: int) -> Any:
+    def columns(self, kept: Any, pattern: list[list[int]], offset: int) -> Any:
+        """A pattern from this tile's first column."""
         return kept.ap(pattern, offset=offset, scalar_offset=self.column, indirect_dim=1)
 
     def keep(self, kept: Any, first: int, value_sb: Any) -> None:
         """(P, features / P, n) to rows first... of kept."""
-        C, (_, blocks, n) = kept.shape[1], value_sb.shape
-        nisa.dma_copy(self.at_column(kept, [[C, P], [P * C, blocks], [1, n]], first * C), value_sb)
+        C, blocks = kept.shape[1], value_sb.shape[1]
+        nisa.dma_copy(self.columns(kept, [[C, P], [P * C, blocks], [1, self.n]], first * C), value_sb)
 
-    def recall(self, kept: Any, first: int, features: int, n: int) -> Any:
+    def recall(self, kept: Any, first: int, features: int) -> Any:
         """(P, features / P, n)."""
         C, blocks = kept.shape[1], features // P
-        value_sb = nl.ndarray((P, blocks, n), kept.dtype, buffer=nl.sbuf)
-        nisa.dma_copy(value_sb, self.at_column(kept, [[C, P], [P * C, blocks], [1, n]], first * C))
+        value_sb = nl.ndarray((P, blocks, self.n), kept.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(value_sb, self.columns(kept, [[C, P], [P * C, blocks], [1, self.n]], first * C))
         return value_sb
 
-    def recall_transposed(self, kept: Any, first: int, features: int, n: int) -> Any:
-        """(P, n / P, features): rows on partitions."""
+    def recall_transposed(self, kept: Any, first: int, features: int) -> Any:
+        """(P, blocks, features): rows on partitions."""
         C = kept.shape[1]
-        value_sb = nl.ndarray((P, n // P, features), kept.dtype, buffer=nl.sbuf)
-        nisa.dma_transpose(dst=value_sb, src=self.at_column(kept, [[C, features], [P, n // P], [1, P]], first * C))
+        value_sb = nl.ndarray((P, self.blocks, features), kept.dtype, buffer=nl.sbuf)
+        pattern = [[C, features], [P, self.blocks], [1, P]]
+        nisa.dma_transpose(dst=value_sb, src=self.columns(kept, pattern, first * C))
         return value_sb
 
     # -- one number a row -------------------------------------------------------------------------------------------------
-    def scores(self, score_rows: Any, scale: Any, n: int) -> Any:
+    def per_row(self, score_rows: Any, scale: Any, pattern: list[list[int]], offset: int = 0) -> Any:
+        """Scores of the tile's rows, zero where they only fill it."""
+        return self.expert.of(scale, pattern, offset) if self.tail else self.rows(score_rows, pattern, offset)
+
+    def scores(self, score_rows: Any, scale: Any) -> Any:
         """(P, n): the rows' scores, the same on every partition."""
-        score_sb = nl.ndarray((P, n), nl.float32, buffer=nl.sbuf)
-        table, at = (scale, self.expert) if self.tail else (score_rows, self.row)
-        nisa.dma_copy(score_sb, table.ap([[0, P], [1, n]], scalar_offset=at, indirect_dim=0))
+        score_sb = nl.ndarray((P, self.n), nl.float32, buffer=nl.sbuf)
+        nisa.dma_copy(score_sb, self.per_row(score_rows, scale, [[0, P], [1, self.n]]))
         return score_sb
 
-    def weigh(self, x_sb: Any, dy_sb: Any, real: Any, scale: Any, score_rows: Any, n: int) -> None:
-        """Multiply rows of dy by their scores, and by zero in x and dy those that only fill a tile."""
-        blocks = n // P
-
-        def multiply(row_sb: Any, table: Any, at: Any, b: int) -> None:
-            factor_sb = nl.ndarray((P, 1), nl.float32, buffer=nl.sbuf)
-            nisa.dma_copy(factor_sb, table.ap([[1, P], [1, 1]], offset=b * P, scalar_offset=at, indirect_dim=0))
-            nisa.tensor_scalar(row_sb[:, b, :], row_sb[:, b, :], nl.multiply, factor_sb)
-
+    def weigh(self, x_sb: Any, dy_sb: Any, real: Any, scale: Any, score_rows: Any) -> None:
+        """Multiply rows of dy by their scores, and by zero in x and dy those that only fill the tile."""
+        if self.tail or self.walk.fused:
+            factor_sb = nl.ndarray((P, self.blocks), nl.float32, buffer=nl.sbuf)
+            nisa.dma_copy(factor_sb, self.per_row(score_rows, scale, [[1, P], [P, self.blocks]]))
+            for b in range(self.blocks) if self.walk.fused else (self.blocks - 1,):
+                nisa.tensor_scalar(dy_sb[:, b, :], dy_sb[:, b, :], nl.multiply, factor_sb[:, b : b + 1])
         if self.tail:
-            multiply(x_sb, real, self.expert, blocks - 1)
-        if self.fused:
-            table, at = (scale, self.expert) if self.tail else (score_rows, self.row)
-            for b in range(blocks):
-                multiply(dy_sb, table, at, b)
-        elif self.tail:
-            multiply(dy_sb, real, self.expert, blocks - 1)
+            last, real_sb = self.blocks - 1, nl.ndarray((P, 1), nl.float32, buffer=nl.sbuf)
+            nisa.dma_copy(real_sb, self.expert.of(real, [[1, P], [1, 1]], last * P))
+            nisa.tensor_scalar(x_sb[:, last, :], x_sb[:, last, :], nl.multiply, real_sb)
 
 
 def product(pairs: tuple[tuple[Any, Any], ...], n: int, width: int, dtype: Any) -> Any:

@@ -43,8 +43,7 @@ def forward(
         rows=rows,
         fused=order_R is not None,
         save=save,
-        f_splits=fit.forward[0],
-        d_splits=fit.forward[1],
+        **fit.forward._asdict(),
     )
     return out[0], out[1].view(saved_shape(rows, w1.shape[0], w1.shape[1])) if save else x.new_empty((0,))
 
@@ -71,8 +70,7 @@ def backward_data(
         *(dy, w1, w2, w3, _kernel_view(saved), t.plan, t.load, t.store, t.scale, t.clear, t.source, t.score_rows, t.inverse),
         rows=rows,
         fused=order_R is not None,
-        f_splits=fit.backward_data[0],
-        d_splits=fit.backward_data[1],
+        **fit.backward_data._asdict(),
     )
     dscores = dy.new_empty((0,))
     if order_R is not None and scores_TK is not None:
@@ -106,7 +104,8 @@ def backward_weights(
         experts=E,
         rows=rows,
         fused=order_R is not None,
-        f_splits=fit.backward_weights[0],
+        f_splits=fit.backward_weights.f_splits,
+        ahead=fit.backward_weights.ahead,
     )
 
 
