@@ -11,7 +11,7 @@ from typing import NamedTuple
 __all__ = ["Fit", "Split", "check", "check_rope", "logical_cores"]
 
 SBUF_BYTES = 224 * 1024 - 16384 - 8 - 520  # per partition, less what compiler and runtime keep (nki-library d2ad3a5 plans so)
-P = 128  # partitions of SBUF and PSUM
+PARTITIONS = P = 128  # partitions of SBUF and PSUM
 TILE = 512  # rows of a tile: a PSUM bank of float32, the widest matmul
 MAX_EXPERTS = 512  # a launch's tables stay small; Qwen3 has 128
 BYTES = {"bfloat16": 2, "float32": 4}

@@ -1,7 +1,7 @@
 """Routing as the kernels read it: a few small integer tables, computed in torch from the counts, so that no count is ever
 part of a program.
 
-An expert's rows are cut into tiles of TILE rows as often as they fit, and one tail tile of as many BLOCKs as hold the
+An expert's rows are cut into tiles of TILE rows as often as they fit, and one tail tile, the smallest of TAIL_ROWS that holds the
 rest. What a tail tile lacks is read as repetitions of the expert's last row (finite, whatever lies beyond) and never written.
 What the kernels keep between passes lies in columns where each expert starts at a multiple of BLOCK.
 
@@ -13,12 +13,33 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "FULL", "ODD", "PAIRS", "TAILS", "TILE", "WIDTH", "Routing", "columns", "routing"]
+__all__ = [
+    "FULL",
+    "MANY",
+    "NONE",
+    "ODD",
+    "PAIRS",
+    "TAILS",
+    "TAILS_AFTER",
+    "TAILS_ALONE",
+    "TAIL_ROWS",
+    "TILE",
+    "WIDTH",
+    "Routing",
+    "columns",
+    "routing",
+]
 
 TILE, BLOCK = 512, 128
+TAIL_ROWS = (32, 64, 128, 256, 384, 512)  # below 64 rows a matmul takes as long as with 64, but DMA does not
 # A row of the plan: first row, first column, then how often each loop of an expert runs.
-FULL, PAIRS, ODD, TAILS = 2, 3, 4, 5  # full tiles; or pairs of them and one more; then a tail of 1, 2, 3 or 4 BLOCKs
-WIDTH = 9
+FULL, PAIRS, ODD = 2, 3, 4  # full tiles; or pairs of them and one more
+TAILS = 5  # a tail tile of each size; the same where it is an expert's only tile, and where it is not
+TAILS_ALONE = TAILS + len(TAIL_ROWS)
+TAILS_AFTER = TAILS_ALONE + len(TAIL_ROWS)
+NONE = TAILS_AFTER + len(TAIL_ROWS)  # the expert has no rows
+MANY = NONE + 1  # it has full tiles
+WIDTH = MANY + 1
 
 
 def columns(rows: int, experts: int) -> int:
@@ -52,11 +73,19 @@ def routing(counts_E: Tensor, rows: int, order_R: Tensor | None, scores_TK: Tens
     padded = -(-counts // BLOCK) * BLOCK
     column = padded.cumsum(0) - padded
     full = counts // TILE
-    blocks = -(-(counts - full * TILE) // BLOCK)
-    tails = (blocks[:, None] == torch.arange(1, TILE // BLOCK + 1, device=device)).long()
-    plan = torch.cat([torch.stack([start, column, full, full // 2, full % 2], dim=1), tails], dim=1)
+    rest = counts - full * TILE
+    sizes = torch.tensor((0, *TAIL_ROWS), device=device)
+    tails = (rest[:, None] <= sizes[1:]) & (rest[:, None] > sizes[:-1])
+    many = (full > 0)[:, None]
+    plan = torch.cat(
+        [
+            torch.stack([start, column, full, full // 2, full % 2], dim=1),
+            *(flag.long() for flag in (tails, tails & ~many, tails & many, (counts == 0)[:, None], many)),
+        ],
+        dim=1,
+    )
     unowned = -(-(rows - end[-1]) // BLOCK)
-    rest = unowned * (torch.arange(WIDTH, device=device) == FULL)
+    unowned_row = unowned * (torch.arange(WIDTH, device=device) == FULL)
 
     row = (start + full * TILE)[:, None] + torch.arange(TILE, device=device)
     real = row < end[:, None]
@@ -74,7 +103,7 @@ def routing(counts_E: Tensor, rows: int, order_R: Tensor | None, scores_TK: Tens
     every = torch.arange(rows, device=device)
     owner = torch.bucketize(every, end, right=True).clamp(max=E - 1)
     return Routing(
-        plan=torch.cat([plan, rest[None]]).int(),
+        plan=torch.cat([plan, unowned_row[None]]).int(),
         load=load.int(),
         store=torch.where(real, row, rows).int(),
         real=real.float(),

@@ -15,10 +15,10 @@ Dimensions: R rows, T tokens, E experts, D model, F hidden, P = 128 partitions; 
 A buffer's suffix says where it is: _sb SBUF, _ps PSUM, _hbm scratch; arguments and results are in HBM.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from nki_moe.tiling import BLOCK, FULL, ODD, PAIRS, TAILS, TILE, WIDTH, columns
+from nki_moe.tiling import FULL, MANY, NONE, ODD, PAIRS, TAIL_ROWS, TAILS, TAILS_AFTER, TAILS_ALONE, TILE, WIDTH, columns
 from nki_moe.toolchain import nisa, nki, nl
 
 P = 128
@@ -45,7 +45,7 @@ def forward(
     d_splits: int,
     ahead: bool,
 ) -> Any:
-    """y like x, and with `save` (3F, C): gate, up and h.
+    """y like x, and with `save` (3P, C, F / P): gate, up and h, as Tile.keep lays them out.
 
     Pseudocode, of each core:
         for its share of F:    for each expert: load w1, w3 transposed; for each tile: gT, uT -> hT -> HBM
@@ -55,10 +55,10 @@ def forward(
     """
     (E, F, D), core, cores = w1.shape, nl.program_id(0), nl.num_programs(0)
     C, dtype = columns(rows, E), x.dtype
-    kept = nl.ndarray((3 * F if save else F, C), dtype, buffer=nl.shared_hbm)
+    kept = nl.ndarray((3 * P if save else P, C, F // P), dtype, buffer=nl.shared_hbm)
     y = nl.ndarray(x.shape, dtype, buffer=nl.shared_hbm)
     y_rows = nl.ndarray((rows, D), dtype, buffer=nl.shared_hbm) if fused else y
-    first_h = 2 * F if save else 0
+    first_h = 2 if save else 0
     walk = Walk(plan, load, store, source, fused, ahead)
 
     Fs = F // (cores * f_splits)
@@ -96,10 +96,10 @@ def forward(
                     if save:
                         nisa.activation(g_sb[:, f, :], nl.copy, g_ps)
                         nisa.tensor_copy(u_sb[:, f, :], u_ps)
-                at.keep(kept, first_h + f0, h_sb)
+                at.keep(kept, first_h, f0, h_sb)
                 if save:
-                    at.keep(kept, f0, g_sb)
-                    at.keep(kept, F + f0, u_sb)
+                    at.keep(kept, 0, f0, g_sb)
+                    at.keep(kept, 1, f0, u_sb)
 
             walk.tiles(expert, tile)
 
@@ -119,7 +119,7 @@ def forward(
             nisa.dma_transpose(dst=w2T_sb, src=expert.of(w2, [[F, Ds], [P, F // P], [1, P]], d0 * F))
 
             def tile(at: Tile) -> Callable[[], None]:
-                h_sb = at.recall(kept, first_h, F)
+                h_sb = at.recall(kept, first_h, 0, F)
                 return lambda: at.write(y_rows, d0, product(((h_sb, w2T_sb),), at.n, Ds, dtype))
 
             walk.tiles(expert, tile)
@@ -138,7 +138,7 @@ def backward_data(
     w1: Any,
     w2: Any,
     w3: Any,
-    kept: Any,  # (3F, C)
+    kept: Any,  # (3P, C, F / P)
     plan: Any,
     load: Any,
     store: Any,
@@ -153,10 +153,10 @@ def backward_data(
     d_splits: int,
     ahead: bool,
 ) -> Any:
-    """dx like dy; (2F, C): the gradients of gate and up; (cores * splits, C): each share's part of the scores' gradients."""
+    """dx like dy; (2P, C, F / P): the gradients of gate and up; (cores * splits, C): each share's part of the scores' gradients."""
     (E, F, D), core, cores = w1.shape, nl.program_id(0), nl.num_programs(0)
     C, dtype = columns(rows, E), dy.dtype
-    dkept = nl.ndarray((2 * F, C), dtype, buffer=nl.shared_hbm)
+    dkept = nl.ndarray((2 * P, C, F // P), dtype, buffer=nl.shared_hbm)
     dx = nl.ndarray(dy.shape, dtype, buffer=nl.shared_hbm)
     dx_rows = nl.ndarray((rows, D), dtype, buffer=nl.shared_hbm) if fused else dx
     dscores = nl.ndarray((cores * f_splits, C), nl.float32, buffer=nl.shared_hbm)
@@ -178,8 +178,8 @@ def backward_data(
 
             def tile(at: Tile) -> Callable[[], None]:
                 dyT_sb = at.read_transposed(dy)
-                g_sb, u_sb = at.recall(kept, f0, Fs), at.recall(kept, F + f0, Fs)
-                h_sb = at.recall(kept, 2 * F + f0, Fs) if fused else None
+                g_sb, u_sb = at.recall(kept, 0, f0, Fs), at.recall(kept, 1, f0, Fs)
+                h_sb = at.recall(kept, 2, f0, Fs) if fused else None
                 score_sb = at.scores(score_rows, scale) if fused else None
                 return lambda: compute(at, at.n, dyT_sb, g_sb, u_sb, h_sb, score_sb)
 
@@ -207,12 +207,13 @@ def backward_data(
                     nisa.tensor_tensor(du_sb[:, f, :], dh, silu_sb, nl.multiply)
                     nisa.tensor_tensor(through_sb, dh, u_sb[:, f, :], nl.multiply)
                     nisa.tensor_tensor(dg_sb[:, f, :], through_sb, slope_sb, nl.multiply)
-                at.keep(dkept, f0, dg_sb)
-                at.keep(dkept, F + f0, du_sb)
+                at.keep(dkept, 0, f0, dg_sb)
+                at.keep(dkept, 1, f0, du_sb)
                 if fused:
                     dscore_sb = nl.ndarray((1, n), nl.float32, buffer=nl.sbuf)
                     nisa.activation(dscore_sb, nl.copy, dscore_ps)
-                    nisa.dma_copy(at.columns(dscores, [[C, 1], [1, n]], share * C), dscore_sb)
+                    to = dscores.ap([[C, 1], [1, n]], offset=share * C, scalar_offset=at.column, indirect_dim=1)
+                    nisa.dma_copy(to, dscore_sb)
 
             walk.tiles(expert, tile)
 
@@ -235,7 +236,7 @@ def backward_data(
                 nisa.dma_copy(w_sb, expert.of(w, [[D, P], [P * D, F // P], [1, Ds]], d0))
 
             def tile(at: Tile) -> Callable[[], None]:
-                dg_sb, du_sb = at.recall(dkept, 0, F), at.recall(dkept, F, F)
+                dg_sb, du_sb = at.recall(dkept, 0, 0, F), at.recall(dkept, 1, 0, F)
                 return lambda: at.write(dx_rows, d0, product(((dg_sb, w1_sb), (du_sb, w3_sb)), at.n, Ds, dtype))
 
             walk.tiles(expert, tile)
@@ -252,8 +253,8 @@ def backward_data(
 def backward_weights(
     dy: Any,
     x: Any,
-    kept: Any,  # (3F, C)
-    dkept: Any,  # (2F, C)
+    kept: Any,  # (3P, C, F / P)
+    dkept: Any,  # (2P, C, F / P)
     plan: Any,
     load: Any,
     store: Any,
@@ -270,15 +271,17 @@ def backward_weights(
     """dw1 (E, F, D), dw2 (E, D, F), dw3 (E, F, D).
 
     Pseudocode, for each share of F of this core and each expert:
-        sums = 0 (float32, SBUF)
-        for each tile: sums += [dg | du]^T x, dy^T h    (matmuls over up to 512 rows in PSUM, one addition each)
-        cast and store
+        no rows:   store zeros
+        one tile:  store [dg | du]^T x, dy^T h, straight from PSUM
+        more:      sums = 0 (float32, SBUF); for each tile: sums += ...; cast and store
     """
-    E, F, D, dtype = experts, kept.shape[0] // 3, x.shape[1], x.dtype
+    E, F, D, dtype = experts, kept.shape[2] * P, x.shape[1], x.dtype
     core, cores = nl.program_id(0), nl.num_programs(0)
     dw1 = nl.ndarray((E, F, D), dtype, buffer=nl.shared_hbm)
     dw2 = nl.ndarray((E, D, F), dtype, buffer=nl.shared_hbm)
     dw3 = nl.ndarray((E, F, D), dtype, buffer=nl.shared_hbm)
+    zero_sb = nl.ndarray((P, max(D, F // cores)), dtype, buffer=nl.sbuf)
+    nisa.memset(zero_sb, 0.0)
     walk = Walk(plan, load, store, source, fused, ahead)
 
     Fs = F // (cores * f_splits)
@@ -287,33 +290,72 @@ def backward_weights(
 
         def sums(expert: Expert, f0: int = f0) -> None:
             walk.open(expert)
-            sum1_sb = nl.ndarray((P, Fs // P, D), nl.float32, buffer=nl.sbuf)
-            sum2_sb = nl.ndarray((P, D // P, Fs), nl.float32, buffer=nl.sbuf)
-            sum3_sb = nl.ndarray((P, Fs // P, D), nl.float32, buffer=nl.sbuf)
-            for sum_sb in (sum1_sb, sum2_sb, sum3_sb):
-                for m in range(sum_sb.shape[1]):  # in pieces, so that the first can be ready before the last is free
-                    nisa.memset(sum_sb[:, m, :], 0.0, engine=nisa.engine.gpsimd)
+            results = (  # gradient, its row length, where this share begins, and as many rows of 128 x so many columns
+                (dw1, D, f0 * D, Fs // P, D),
+                (dw2, F, f0, D // P, Fs),
+                (dw3, D, f0 * D, Fs // P, D),
+            )
+            sum_sbs = [nl.ndarray((P, m, n), nl.float32, buffer=nl.sbuf) for *_, m, n in results]
 
-            def tile(at: Tile) -> Callable[[], None]:
+            def operands(at: Tile) -> list[tuple[Any, Any]]:
                 x_sb, dy_sb = at.read(x), at.read(dy)
-                dg_sb, du_sb = at.recall_transposed(dkept, f0, Fs), at.recall_transposed(dkept, F + f0, Fs)
-                h_sb = at.recall_transposed(kept, 2 * F + f0, Fs)
+                dg, du = (Features(at.recall_transposed(dkept, i, f0, Fs)) for i in (0, 1))
+                h = Features(at.recall_transposed(kept, 2, f0, Fs))
                 at.weigh(x_sb, dy_sb, real, scale, score_rows)
+                return [(dg, Rows(x_sb)), (Rows(dy_sb), h), (du, Rows(x_sb))]
+
+            def store(i: int, m: int, out_sb: Any) -> None:
+                dw, width, first, _, n = results[i]
+                nisa.dma_copy(expert.of(dw, [[width, P], [1, n]], first + m * P * width), out_sb)
+
+            def alone(at: Tile) -> Callable[[], None]:
+                pairs = operands(at)
 
                 def compute() -> None:
-                    add_product(sum1_sb, dg_sb, x_sb)
-                    add_product(sum2_sb, dy_sb, h_sb)
-                    add_product(sum3_sb, du_sb, x_sb)
+                    for i, (left, right) in enumerate(pairs):
+                        for m in range(results[i][3]):
+                            out_sb = nl.ndarray((P, results[i][4]), dtype, buffer=nl.sbuf)
+                            for n, part_ps in outer_product(left, right, m, results[i][4], at.blocks):
+                                empty(out_sb[:, n : n + part_ps.shape[1]], part_ps, m + n // BANK)
+                            store(i, m, out_sb)
 
                 return compute
 
-            walk.tiles(expert, tile)
-            for sum_sb, dw, width, first in ((sum1_sb, dw1, D, f0 * D), (sum2_sb, dw2, F, f0), (sum3_sb, dw3, D, f0 * D)):
-                for m in range(sum_sb.shape[1]):
-                    n = sum_sb.shape[2]
-                    out_sb = nl.ndarray((P, n), dtype, buffer=nl.sbuf)
-                    nisa.activation(out_sb, nl.copy, sum_sb[:, m, :])
-                    nisa.dma_copy(expert.of(dw, [[width, P], [1, n]], first + m * P * width), out_sb)
+            def add(at: Tile) -> Callable[[], None]:
+                pairs = operands(at)
+
+                def compute() -> None:
+                    for i, (left, right) in enumerate(pairs):
+                        for m in range(results[i][3]):
+                            for n, part_ps in outer_product(left, right, m, results[i][4], at.blocks):
+                                total_sb = sum_sbs[i][:, m, n : n + part_ps.shape[1]]
+                                nisa.tensor_tensor(total_sb, total_sb, part_ps, nl.add)
+
+                return compute
+
+            def begin(_: Any) -> None:
+                for sum_sb in sum_sbs:
+                    for m in range(sum_sb.shape[1]):  # in pieces, so that the first can be ready before the last is free
+                        nisa.memset(sum_sb[:, m, :], 0.0, engine=nisa.engine.gpsimd)
+
+            def end(_: Any) -> None:
+                for i, (*_rest, rows_of, n) in enumerate(results):
+                    for m in range(rows_of):
+                        out_sb = nl.ndarray((P, n), dtype, buffer=nl.sbuf)
+                        nisa.activation(out_sb, nl.copy, sum_sbs[i][:, m, :])
+                        store(i, m, out_sb)
+
+            def nothing(_: Any) -> None:
+                for i, (*_rest, rows_of, n) in enumerate(results):
+                    for m in range(rows_of):
+                        store(i, m, zero_sb[:, 0:n])
+
+            walk.loop(NONE, nothing)
+            walk.tails(expert, alone, TAILS_ALONE)
+            walk.loop(MANY, begin)
+            walk.full(expert, add)
+            walk.tails(expert, add, TAILS_AFTER)
+            walk.loop(MANY, end)
 
         walk.experts(E, sums)
     return dw1, dw2, dw3
@@ -346,7 +388,8 @@ class Walk:
         self.places = [(nisa.register_alloc(), nisa.register_alloc()) for _ in range(2)]
         self.step_sb = nl.ndarray((1, 2), nl.int32, buffer=nl.sbuf)
         nisa.memset(self.step_sb, TILE)
-        self.opened: tuple[Any, Any] | None = None
+        self.plan_sb: Any = None  # of the expert at hand
+        self.at_sb: Any = None
 
     def buffers(self, shape: tuple[int, ...], dtype: Any) -> tuple[Any, ...]:
         """A buffer for each expert in flight."""
@@ -368,42 +411,48 @@ class Walk:
 
     def open(self, expert: Expert) -> None:
         """Fetch where an expert's rows are."""
-        plan_sb = nl.ndarray((1, WIDTH), nl.int32, buffer=nl.sbuf)
-        at_sb = nl.ndarray((1, 2), nl.int32, buffer=nl.sbuf)  # row, column
-        nisa.dma_copy(plan_sb, expert.of(self.plan, [[WIDTH, 1], [1, WIDTH]]))
-        nisa.tensor_copy(at_sb, plan_sb[:, 0:2], engine=nisa.engine.gpsimd)
-        self.opened = plan_sb, at_sb
+        self.plan_sb = nl.ndarray((1, WIDTH), nl.int32, buffer=nl.sbuf)
+        self.at_sb = nl.ndarray((1, 2), nl.int32, buffer=nl.sbuf)  # row, column
+        nisa.dma_copy(self.plan_sb, expert.of(self.plan, [[WIDTH, 1], [1, WIDTH]]))
+        nisa.tensor_copy(self.at_sb, self.plan_sb[:, 0:2], engine=nisa.engine.gpsimd)
+
+    def loop(self, times: int, body: Callable[[Any], None]) -> None:
+        """body as often as the expert's plan says in column `times`."""
+        nisa.register_load(self.trips, self.plan_sb[:, times : times + 1])
+        nl.fori_loop(0, self.trips, body)
 
     def tiles(self, expert: Expert, tile: Callable[["Tile"], Callable[[], None]]) -> None:
-        """For each full tile of an expert, then once for what remains: load = tile(at), which returns what computes."""
-        if self.opened is None:
-            self.open(expert)
-        assert self.opened is not None
-        (plan_sb, at_sb), self.opened = self.opened, None
+        """For each tile of an expert: load = tile(at), which returns what computes."""
+        self.open(expert)
+        self.full(expert, tile)
+        self.tails(expert, tile, TAILS)
 
-        def start(n: int, tail: bool, place: int) -> Callable[[], None]:
-            row, column = self.places[place]
-            nisa.register_load(row, at_sb[:, 0:1])
-            nisa.register_load(column, at_sb[:, 1:2])
-            nisa.tensor_tensor(at_sb, at_sb, self.step_sb, nl.add)  # of integers: on GpSimd, which nothing holds up
-            return tile(Tile(self, expert, n, tail, row, column))
+    def full(self, expert: Expert, tile: Callable[["Tile"], Callable[[], None]]) -> None:
+        """The full tiles."""
 
         def two(_: Any) -> None:
-            first, second = start(TILE, False, 0), start(TILE, False, 1)
+            first, second = self.start(expert, tile, TILE, 0), self.start(expert, tile, TILE, 1)
             first()
             second()
 
-        def loop(column: int, body: Callable[[Any], None]) -> None:
-            nisa.register_load(self.trips, plan_sb[:, column : column + 1])
-            nl.fori_loop(0, self.trips, body)
-
         if self.ahead:
-            loop(PAIRS, two)
-            loop(ODD, lambda _: start(TILE, False, 0)())
-        else:
-            loop(FULL, lambda _: start(TILE, False, 0)())
-        for blocks in range(1, TILE // BLOCK + 1):
-            loop(TAILS + blocks - 1, lambda _, n=blocks * BLOCK: start(n, True, 1)())  # type: ignore[misc]
+            self.loop(PAIRS, two)
+        self.loop(ODD if self.ahead else FULL, lambda _: self.start(expert, tile, TILE, 0)())
+
+    def tails(self, expert: Expert, tile: Callable[["Tile"], Callable[[], None]], first: int) -> None:
+        """The tail tile, by the flags from column `first` on."""
+        for i, n in enumerate(TAIL_ROWS):
+            self.loop(first + i, lambda _, n=n: self.start(expert, tile, n, 1, tail=True)())  # type: ignore[misc]
+
+    def start(
+        self, expert: Expert, tile: Callable[["Tile"], Callable[[], None]], n: int, place: int, tail: bool = False
+    ) -> Callable[[], None]:
+        """Load the next tile; what computes it is returned."""
+        row, column = self.places[place]
+        nisa.register_load(row, self.at_sb[:, 0:1])
+        nisa.register_load(column, self.at_sb[:, 1:2])
+        nisa.tensor_tensor(self.at_sb, self.at_sb, self.step_sb, nl.add)  # of integers: on GpSimd, which nothing holds up
+        return tile(Tile(self, expert, n, tail, row, column))
 
     def zero(self, y: Any, clear: Any, d0: int, width: int) -> None:
         """Clear the rows that belong to no expert."""
@@ -422,14 +471,15 @@ class Walk:
 
 
 class Tile:
-    """`n` rows of one expert: n / P blocks with the rows on partitions, or n columns with a feature on each partition.
+    """`n` rows of one expert: blocks with the rows on `p` partitions, or n columns with a feature on each partition.
 
     A tail tile is the last of an expert, filled up with repetitions of the last row.
     """
 
     def __init__(self, walk: Walk, expert: Expert, n: int, tail: bool, row: Any, column: Any) -> None:
         self.walk, self.expert, self.n, self.tail, self.row, self.column = walk, expert, n, tail, row, column
-        self.blocks = n // P
+        self.p = min(n, P)
+        self.blocks = n // self.p
 
     # -- rows, in HBM as (rows, features) ------------------------------------------------------------------------------
     def rows(self, tensor: Any, pattern: list[list[int]], offset: int = 0) -> Any:
@@ -437,27 +487,27 @@ class Tile:
         return tensor.ap(pattern, offset=offset, scalar_offset=self.row, indirect_dim=0)
 
     def indices(self) -> Any:
-        """Which rows of the input the tile is made of, (P, blocks); None when they simply follow each other."""
-        pattern = [[1, P], [P, self.blocks]]
+        """Which rows of the input the tile is made of, (p, blocks); None when they simply follow each other."""
+        pattern = [[1, self.p], [P, self.blocks]]
         if self.tail:
             table = self.expert.of(self.walk.load, pattern)
         elif self.walk.fused:
             table = self.rows(self.walk.source, pattern)
         else:
             return None
-        index_sb = nl.ndarray((P, self.blocks), nl.uint32, buffer=nl.sbuf)
+        index_sb = nl.ndarray((self.p, self.blocks), nl.uint32, buffer=nl.sbuf)
         nisa.dma_copy(index_sb, table)
         return index_sb
 
     def read(self, x: Any) -> Any:
-        """(P, blocks, D): rows on partitions."""
-        D, index_sb = x.shape[1], self.indices()
-        x_sb = nl.ndarray((P, self.blocks, D), x.dtype, buffer=nl.sbuf)
+        """(p, blocks, D): rows on partitions."""
+        D, p, index_sb = x.shape[1], self.p, self.indices()
+        x_sb = nl.ndarray((p, self.blocks, D), x.dtype, buffer=nl.sbuf)
         if index_sb is None:
-            nisa.dma_copy(x_sb, self.rows(x, [[D, P], [P * D, self.blocks], [1, D]]))
+            nisa.dma_copy(x_sb, self.rows(x, [[D, p], [p * D, self.blocks], [1, D]]))
             return x_sb
         for b in range(self.blocks):
-            nisa.dma_copy(x_sb[:, b, :], x.ap([[D, P], [1, D]], vector_offset=index_sb[:, b : b + 1], indirect_dim=0))
+            nisa.dma_copy(x_sb[:, b, :], x.ap([[D, p], [1, D]], vector_offset=index_sb[:, b : b + 1], indirect_dim=0))
         return x_sb
 
     def read_transposed(self, x: Any) -> Any:
@@ -470,46 +520,52 @@ class Tile:
         elif x.dtype == nl.float32:  # DMA gathers and transposes two-byte types at once, wider ones in two steps
             x_sb = self.read(x)
             for b in range(self.blocks):
-                block_sb = xT_sb[:, :, b * P : (b + 1) * P]
+                block_sb = xT_sb[:, :, b * P : b * P + self.p]
                 nisa.dma_transpose(dst=block_sb, src=x_sb[:, b, :].reshape_dim(1, (D // P, P)))
         else:
             nisa.dma_transpose(dst=xT_sb, src=x.ap(pattern, vector_offset=self.indices(), indirect_dim=0))
         return xT_sb
 
     def write(self, y: Any, d0: int, y_sb: Any) -> None:
-        """Rows (P, blocks, width) to columns d0... of y; rows that only fill the tile are skipped."""
-        D, width = y.shape[1], y_sb.shape[2]
+        """Rows (p, blocks, width) to columns d0... of y; rows that only fill the tile are skipped."""
+        D, p, width = y.shape[1], self.p, y_sb.shape[2]
         if not self.tail:
-            nisa.dma_copy(self.rows(y, [[D, P], [P * D, self.blocks], [1, width]], d0), y_sb)
+            nisa.dma_copy(self.rows(y, [[D, p], [p * D, self.blocks], [1, width]], d0), y_sb)
             return
-        index_sb = nl.ndarray((P, self.blocks), nl.int32, buffer=nl.sbuf)
-        nisa.dma_copy(index_sb, self.expert.of(self.walk.store, [[1, P], [P, self.blocks]]))
+        index_sb = nl.ndarray((p, self.blocks), nl.int32, buffer=nl.sbuf)
+        nisa.dma_copy(index_sb, self.expert.of(self.walk.store, [[1, p], [P, self.blocks]]))
         for b in range(self.blocks):
             scatter(y, d0, y_sb[:, b, :], index_sb[:, b : b + 1])
 
-    # -- what passes keep, in HBM as (features, columns) ------------------------------------------------------------------
-    def columns(self, kept: Any, pattern: list[list[int]], offset: int) -> Any:
-        """A pattern from this tile's first column."""
+    # -- what passes keep, in HBM as (kinds x P, C, F / P): tile by tile, each partition's features and rows end to end ----------
+    def kept(self, kept: Any, kind: int, f0: int, features: int) -> Any:
+        """This tile's part of kept, (P, features / P, n)."""
+        _, C, blocks = kept.shape
+        pitch, n = C * blocks, self.n
+        offset = kind * P * pitch + f0 // P * n
+        pattern = [[pitch, P], [n, features // P], [1, n]]
         return kept.ap(pattern, offset=offset, scalar_offset=self.column, indirect_dim=1)
 
-    def keep(self, kept: Any, first: int, value_sb: Any) -> None:
-        """(P, features / P, n) to rows first... of kept."""
-        C, blocks = kept.shape[1], value_sb.shape[1]
-        nisa.dma_copy(self.columns(kept, [[C, P], [P * C, blocks], [1, self.n]], first * C), value_sb)
+    def keep(self, kept: Any, kind: int, f0: int, value_sb: Any) -> None:
+        """(P, features / P, n) to features f0... of kept."""
+        nisa.dma_copy(self.kept(kept, kind, f0, value_sb.shape[1] * P), value_sb)
 
-    def recall(self, kept: Any, first: int, features: int) -> Any:
+    def recall(self, kept: Any, kind: int, f0: int, features: int) -> Any:
         """(P, features / P, n)."""
-        C, blocks = kept.shape[1], features // P
-        value_sb = nl.ndarray((P, blocks, self.n), kept.dtype, buffer=nl.sbuf)
-        nisa.dma_copy(value_sb, self.columns(kept, [[C, P], [P * C, blocks], [1, self.n]], first * C))
+        value_sb = nl.ndarray((P, features // P, self.n), kept.dtype, buffer=nl.sbuf)
+        nisa.dma_copy(value_sb, self.kept(kept, kind, f0, features))
         return value_sb
 
-    def recall_transposed(self, kept: Any, first: int, features: int) -> Any:
-        """(P, blocks, features): rows on partitions."""
-        C = kept.shape[1]
-        value_sb = nl.ndarray((P, self.blocks, features), kept.dtype, buffer=nl.sbuf)
-        pattern = [[C, features], [P, self.blocks], [1, P]]
-        nisa.dma_transpose(dst=value_sb, src=self.columns(kept, pattern, first * C))
+    def recall_transposed(self, kept: Any, kind: int, f0: int, features: int) -> Any:
+        """(p, features / P, blocks, P): rows on partitions."""
+        value_sb = nl.ndarray((self.p, features // P, self.blocks, P), kept.dtype, buffer=nl.sbuf)
+        _, C, blocks = kept.shape
+        pitch, n = C * blocks, self.n
+        pattern = [[pitch, P], [n, features // P], [P, self.blocks], [1, self.p]]
+        offset = kind * P * pitch + f0 // P * n
+        nisa.dma_transpose(
+            dst=value_sb, src=kept.ap(pattern, offset=offset, scalar_offset=self.column, indirect_dim=1)
+        )
         return value_sb
 
     # -- one number a row -------------------------------------------------------------------------------------------------
@@ -526,56 +582,75 @@ class Tile:
     def weigh(self, x_sb: Any, dy_sb: Any, real: Any, scale: Any, score_rows: Any) -> None:
         """Multiply rows of dy by their scores, and by zero in x and dy those that only fill the tile."""
         if self.tail or self.walk.fused:
-            factor_sb = nl.ndarray((P, self.blocks), nl.float32, buffer=nl.sbuf)
-            nisa.dma_copy(factor_sb, self.per_row(score_rows, scale, [[1, P], [P, self.blocks]]))
+            factor_sb = nl.ndarray((self.p, self.blocks), nl.float32, buffer=nl.sbuf)
+            nisa.dma_copy(factor_sb, self.per_row(score_rows, scale, [[1, self.p], [P, self.blocks]]))
             for b in range(self.blocks) if self.walk.fused else (self.blocks - 1,):
                 nisa.tensor_scalar(dy_sb[:, b, :], dy_sb[:, b, :], nl.multiply, factor_sb[:, b : b + 1])
         if self.tail:
-            last, real_sb = self.blocks - 1, nl.ndarray((P, 1), nl.float32, buffer=nl.sbuf)
-            nisa.dma_copy(real_sb, self.expert.of(real, [[1, P], [1, 1]], last * P))
+            last, real_sb = self.blocks - 1, nl.ndarray((self.p, 1), nl.float32, buffer=nl.sbuf)
+            nisa.dma_copy(real_sb, self.expert.of(real, [[1, self.p], [1, 1]], last * P))
             nisa.tensor_scalar(x_sb[:, last, :], x_sb[:, last, :], nl.multiply, real_sb)
 
 
+class Rows:
+    """A matmul operand that contracts rows: (p, blocks, D) in SBUF."""
+
+    def __init__(self, value_sb: Any) -> None:
+        self.value_sb = value_sb
+
+    def part(self, block: int, start: int, size: int) -> Any:
+        return self.value_sb[:, block, start : start + size]
+
+
+class Features(Rows):
+    """The same for what was kept: (p, F / P, blocks, P)."""
+
+    def part(self, block: int, start: int, size: int) -> Any:
+        part_sb = self.value_sb[:, start // P : (start + size) // P, block, :]
+        return part_sb
+
+
+def outer_product(left: Rows, right: Rows, m: int, width: int, blocks: int) -> Iterator[tuple[int, Any]]:
+    """left^T right for 128 columns of left from m P on: (first column, PSUM tile) of each bank's width."""
+    for n in range(0, width, BANK):
+        size = min(BANK, width - n)
+        part_ps = nl.ndarray((P, size), nl.float32, buffer=nl.psum)
+        for b in range(blocks):
+            nisa.nc_matmul(part_ps, left.part(b, m * P, P), right.part(b, n, size), accumulate=b > 0)
+        yield n, part_ps
+
+
 def product(pairs: tuple[tuple[Any, Any], ...], n: int, width: int, dtype: Any) -> Any:
-    """sum of left^T right over pairs of (P, K / P, n) and (P, K / P, width): rows on partitions, (P, n / P, width)."""
-    y_sb = nl.ndarray((P, n // P, width), dtype, buffer=nl.sbuf)
-    for b in range(n // P):
+    """sum of left^T right over pairs of (P, K / P, n) and (P, K / P, width): rows on partitions, (p, blocks, width)."""
+    p = min(n, P)
+    y_sb = nl.ndarray((p, n // p, width), dtype, buffer=nl.sbuf)
+    for b in range(n // p):
         for d in range(0, width, BANK):
             size = min(BANK, width - d)
-            y_ps = nl.ndarray((P, size), nl.float32, buffer=nl.psum)
+            y_ps = nl.ndarray((p, size), nl.float32, buffer=nl.psum)
             started = False
             for left_sb, right_sb in pairs:
                 for k in range(left_sb.shape[1]):
                     nisa.nc_matmul(
-                        y_ps, left_sb[:, k, b * P : (b + 1) * P], right_sb[:, k, d : d + size], accumulate=started
+                        y_ps, left_sb[:, k, b * P : b * P + p], right_sb[:, k, d : d + size], accumulate=started
                     )
                     started = True
-            if (b + d // BANK) % 2:  # two engines empty PSUM in turn
-                nisa.activation(y_sb[:, b, d : d + size], nl.copy, y_ps)
-            else:
-                nisa.tensor_copy(y_sb[:, b, d : d + size], y_ps)
+            empty(y_sb[:, b, d : d + size], y_ps, b + d // BANK)
     return y_sb
 
 
-def add_product(sum_sb: Any, left_sb: Any, right_sb: Any) -> None:
-    """sum (P, M / P, N) += left^T right, contracting rows: left (P, blocks, M), right (P, blocks, N)."""
-    blocks, M, N = left_sb.shape[1], left_sb.shape[2], right_sb.shape[2]
-    for m in range(M // P):
-        for n in range(0, N, BANK):
-            size = min(BANK, N - n)
-            part_ps = nl.ndarray((P, size), nl.float32, buffer=nl.psum)
-            for b in range(blocks):
-                nisa.nc_matmul(
-                    part_ps, left_sb[:, b, m * P : (m + 1) * P], right_sb[:, b, n : n + size], accumulate=b > 0
-                )
-            total_sb = sum_sb[:, m, n : n + size]
-            nisa.tensor_tensor(total_sb, total_sb, part_ps, nl.add)
+def empty(to_sb: Any, from_ps: Any, turn: int) -> None:
+    """Copy a PSUM tile out; two engines take turns."""
+    if turn % 2:
+        nisa.activation(to_sb, nl.copy, from_ps)
+    else:
+        nisa.tensor_copy(to_sb, from_ps)
 
 
 def scatter(y: Any, d0: int, row_sb: Any, index_sb: Any) -> None:
     """Row p to y[index[p], d0:]; an index past the end is skipped."""
-    D, width = y.shape[1], row_sb.shape[-1]
-    to = y.ap([[D, P], [1, width]], offset=d0, vector_offset=index_sb, indirect_dim=0)
+    D, (p, width) = y.shape[1], row_sb.shape
+    to = y.ap([[D, p], [1, width]], offset=d0, vector_offset=index_sb, indirect_dim=0)
     nisa.dma_copy(to, row_sb, oob_mode=nisa.oob_mode.skip)
 
 

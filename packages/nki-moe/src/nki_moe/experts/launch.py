@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from nki_moe.backend import choose
-from nki_moe.limits import check
+from nki_moe.limits import PARTITIONS, check
 from nki_moe.tiling import columns, routing
 
 __all__ = ["backward_data", "backward_weights", "forward", "saved_shape"]
 
 
 def saved_shape(rows: int, experts: int, hidden: int) -> tuple[int, ...]:
-    """Shape of what forward keeps: in memory (3F, C), which no one but the kernels reads."""
+    """Shape of what forward keeps: which no one but the kernels reads."""
     return (3, columns(rows, experts), hidden)
 
 
@@ -120,5 +120,6 @@ def run(kernel: Any, lnc: int, *tensors: Tensor, **constants: Any) -> Any:
 
 
 def _kernel_view(kept: Tensor) -> Tensor:
-    """(n, C, F) as the kernels lay it out, (n F, C)."""
-    return kept.view(kept.shape[0] * kept.shape[2], kept.shape[1])
+    """(kinds, C, F) as the kernels lay it out."""
+    kinds, C, F = kept.shape
+    return kept.view(kinds * PARTITIONS, C, F // PARTITIONS)
