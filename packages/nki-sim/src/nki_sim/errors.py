@@ -1,14 +1,14 @@
 """How a kernel is refused: one exception, naming the rule, the kernel's line, the values found and the fix."""
 
+import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-__all__ = ["Finding", "NkiError", "Where", "checks", "kernel_line", "refuse", "unsupported"]
+__all__ = ["Finding", "NkiError", "Where", "checks", "kernel_line", "need", "refuse", "unsupported"]
 
-_PACKAGE = str(Path(__file__).parent)
+_INSIDE = (str(Path(__file__).parent), contextlib.__file__)
 compat: str | None = None  # "0.3" while install(compat="0.3") is in force: what that release accepted is not refused
 
 
@@ -39,10 +39,12 @@ class NkiError(ValueError):
         super().__init__(f"{rule}: {message}" + (f" [{where}]" if where else ""))
 
 
+# What is being traced or executed now, innermost last: the instruction's name, and its line when it executes.
+doing: list[tuple[str, Where | None]] = []
 _recorded: list[tuple[frozenset[str], list[Finding]]] = [(frozenset(), [])]
 
 
-@contextmanager
+@contextlib.contextmanager
 def checks(*, record: Sequence[str] = ()) -> Iterator[list[Finding]]:
     """Record breaches of the named rules instead of raising at the first: `with checks(record=["race"]) as findings:`.
 
@@ -57,13 +59,20 @@ def checks(*, record: Sequence[str] = ()) -> Iterator[list[Finding]]:
 
 
 def refuse(rule: str, message: str, where: Where | None = None) -> None:
-    """Raise NkiError, or note the finding when this rule is only recorded."""
+    """Raise NkiError, or note the finding when this rule is only recorded. Instruction and line come from `doing`."""
     rules, findings = _recorded[-1]
-    finding = Finding(rule, message, where or kernel_line())
+    title, line = doing[-1] if doing else ("", None)
+    finding = Finding(rule, f"{title}: {message}" if title else message, where or line or kernel_line())
     if rule not in rules:
         raise NkiError(*finding)
     if finding not in findings:
         findings.append(finding)
+
+
+def need(holds: object, rule: str, message: str) -> None:
+    """Refuse under `rule` unless it holds."""
+    if not holds:
+        refuse(rule, message)
 
 
 def unsupported(name: str, why: str) -> NoReturn:
@@ -74,6 +83,6 @@ def unsupported(name: str, why: str) -> NoReturn:
 def kernel_line() -> Where | None:
     """The innermost line outside this package: where the kernel is."""
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+    while frame is not None and frame.f_code.co_filename.startswith(_INSIDE):
         frame = frame.f_back  # type: ignore[assignment]
     return Where(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame else None

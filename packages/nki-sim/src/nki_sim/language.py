@@ -184,12 +184,9 @@ def dynamic_range(start: Any, stop: Any = None, step: int = 1) -> Iterator[Virtu
     start, stop = (0, start) if stop is None else (start, stop)
     _bounds(start, stop, step)
     with tracer().loop(lower=start, upper=stop, step=step) as loop:
-        try:
-            yield loop.counter
-        except GeneratorExit:
-            refuse(
-                "loop", "a dynamic_range body is traced once and runs on the device: it cannot break, return or raise"
-            )
+        tracer().broken = loop.where
+        yield loop.counter  # a `break` never comes back here
+        tracer().broken = None
 
 
 def __getattr__(name: str) -> NoReturn:

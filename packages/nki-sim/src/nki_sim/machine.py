@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from nki_sim.dtypes import NUMPY, cast
-from nki_sim.errors import NkiError, Where, refuse
+from nki_sim.errors import NkiError, Where, doing, refuse
 from nki_sim.program import Block, CoreProgram, Instr, Loop
 from nki_sim.tensor import MemoryRegion, NkiTensor, Storage, VirtualRegister
 
@@ -87,6 +87,7 @@ class Machine:
 
     def __init__(self, cores: list[CoreProgram], inputs: list[Array], observe: "Recorder | None" = None) -> None:
         self.cores, self.observe, self.core = cores, observe, 0
+        self.instr = Instr("", "", {}, (), (), None, None)  # being executed
         self.cells: dict[tuple[int | str, int], Cell] = {}
         self.registers: list[dict[int, int]] = [{} for _ in cores]
         self.accumulators: dict[tuple[int, str], Array] = {}  # reduce registers by core and engine
@@ -106,12 +107,12 @@ class Machine:
             self.cells[storage.key] = Cell(storage, data)
         return self.cells[storage.key]
 
-    def locate(self, view: NkiTensor, instr: Instr, skip: bool = False) -> int | None:
+    def locate(self, view: NkiTensor, skip: bool = False) -> int | None:
         """The element where a view begins now; None when that is outside and skipping is allowed."""
         index = view.indirect_index
         if index is None:
             return view.offset
-        value = self.value(index.source, instr)
+        value = self.value(index.source)
         offset = view.offset + value * index.scale
         last, limit = offset + view.extent(), view.storage.nbytes // view.dtype.itemsize
         if offset >= 0 and last < limit:
@@ -119,63 +120,53 @@ class Machine:
             return offset
         if not skip:
             found = f"run-time index {value} puts {view} at elements {offset}..{last} of {limit} in {view.storage}"
-            refuse("out-of-bounds", f"{instr.op}: {found}; clamp it, or oob_mode.skip where DMA allows", instr.where)
+            refuse("out-of-bounds", f"{found}; clamp it, or oob_mode.skip where DMA allows")
         return None
 
-    def value(self, source: Any, instr: Instr) -> int:
+    def value(self, source: Any) -> int:
         """An integer the device knows: a register or a one-element tensor."""
         if isinstance(source, NkiTensor):
-            return int(self.read(source, instr).reshape(-1)[0])
+            return int(self.read(source).reshape(-1)[0])
         if not isinstance(source, VirtualRegister):
             return int(source)
         if source.number not in self.registers[self.core]:
-            refuse("uninitialized", f"{instr.op} reads {source}, which nothing was moved or loaded into", instr.where)
+            refuse("uninitialized", f"nothing was moved or loaded into {source} before")
         return self.registers[self.core].get(source.number, 0)
 
-    def read(self, view: NkiTensor, instr: Instr) -> Array:
+    def read(self, view: NkiTensor) -> Array:
         """The values of a view; refused where nothing was written."""
-        offset = self.locate(view, instr)
+        offset = self.locate(view)
         if offset is None:  # recorded, not raised: undefined values
             return np.full(view.shape, np.nan, np.float32)
         cell = self.cell(view.storage)
         if cell.written is not None:
-            self._need_written(cell, view, cell.over(cell.written, view, offset), instr)
+            self._need_written(cell, view, cell.over(cell.written, view, offset))
         if view.storage.key in self.contended:
-            self._watch(view, offset, offset + view.extent(), instr, False)
+            self._watch(view, offset, offset + view.extent(), False)
         return cell.array(view, offset)
 
-    def _need_written(self, cell: Cell, view: NkiTensor, part: Array, instr: Instr) -> None:
+    def _need_written(self, cell: Cell, view: NkiTensor, part: Array) -> None:
         if part.all():
             return
         amount = holes(part, view)
         if cell.clobbered:
             by, where = cell.clobbered
             fix = "Separate their addresses, or finish with one before writing the other"
-            refuse(
-                "overlap",
-                f"{instr.op} reads {view.storage}: {amount} overwritten through {by} at {where}. {fix}",
-                instr.where,
-            )
+            refuse("overlap", f"reads {view.storage}: {amount} overwritten through {by} at {where}. {fix}")
         else:
             fix = "Write it first (nisa.memset, or a DMA that covers it)"
-            refuse(
-                "uninitialized",
-                f"{instr.op} reads {view} of {view.storage}: {amount} never written. {fix}",
-                instr.where,
-            )
+            refuse("uninitialized", f"reads {view} of {view.storage}: {amount} never written. {fix}")
 
-    def write(self, view: NkiTensor, values: Array, instr: Instr, matmul: bool = False) -> None:
+    def write(self, view: NkiTensor, values: Array, matmul: bool = False) -> None:
         """Store values, converted to the view's dtype."""
-        offset = self.locate(view, instr)
+        offset = self.locate(view)
         if offset is not None:
             cell = self.cell(view.storage)
             values = cast(np.asarray(values), NUMPY[view.dtype])
             cell.array(view, offset)[...] = values.reshape(view.shape) if values.ndim else values
-            self.wrote(cell, view, offset, instr, matmul)
+            self.wrote(cell, view, offset, matmul)
 
-    def wrote(
-        self, cell: Cell, view: NkiTensor, offset: int, instr: Instr, matmul: bool = False, chosen: Any = None
-    ) -> None:
+    def wrote(self, cell: Cell, view: NkiTensor, offset: int, matmul: bool = False, chosen: Any = None) -> None:
         """Remember what was written: all of a view, or its `chosen` elements."""
         storage = view.storage
         if cell.base is not None:
@@ -191,11 +182,11 @@ class Machine:
                     where=True if chosen is None else chosen.reshape(*view.shape, *(1,) * (part.ndim - view.ndim)),
                 )
         if storage.aliases:
-            self._clobber(storage, view, offset, instr)
+            self._clobber(storage, view, offset)
         if storage.key in self.contended:
-            self._watch(view, offset, offset + view.extent(), instr, True)
+            self._watch(view, offset, offset + view.extent(), True)
 
-    def _clobber(self, storage: Storage, view: NkiTensor, offset: int, instr: Instr) -> None:
+    def _clobber(self, storage: Storage, view: NkiTensor, offset: int) -> None:
         assert storage.address is not None
         size = view.dtype.itemsize
         row, column = divmod(offset * size, storage.pitch)
@@ -207,10 +198,10 @@ class Machine:
             low, high = max(first - o_byte, 0), min(last - o_byte, other.pitch)
             top, end = max(part - o_part, 0), min(part + view.shape[0] - o_part, other.shape[0])
             if other.key in self.cells and low < high and top < end:
-                self.cells[other.key].forget(low, high, slice(top, end), storage, instr.where)
+                self.cells[other.key].forget(low, high, slice(top, end), storage, self.instr.where)
 
     # -- gather and scatter -------------------------------------------------------------------------------------------
-    def rows(self, view: NkiTensor, index: Array, instr: Instr, skip: bool) -> Rows:
+    def rows(self, view: NkiTensor, index: Array, skip: bool) -> Rows:
         """Where the rows of an indirect view are."""
         assert view.indirect_index is not None
         start = view.offset + index.astype(np.int64) * view.indirect_index.scale
@@ -223,42 +214,40 @@ class Machine:
             found = (
                 f"index {index[bad]} of row {bad} leaves {view.storage}, as do {np.sum(~valid)} of {len(valid)} rows"
             )
-            refuse("out-of-bounds", f"{instr.op}: {found}; clamp the indices or use oob_mode.skip", instr.where)
+            refuse("out-of-bounds", f"{found}; clamp the indices or use oob_mode.skip")
         return Rows(start[:, None] + inner, valid[:, None])
 
-    def gather(self, view: NkiTensor, rows: Rows, instr: Instr) -> Array:
+    def gather(self, view: NkiTensor, rows: Rows) -> Array:
         """Values [rows, elements]; zeros in the rows that are outside."""
         cell = self.cell(view.storage)
         if cell.written is not None:
-            self._need_written(cell, view, cell.line(view, cell.written)[rows.inside], instr)
-        self._watch_rows(cell, view, rows, instr, False)
+            self._need_written(cell, view, cell.line(view, cell.written)[rows.inside])
+        self._watch_rows(cell, view, rows, False)
         values = np.zeros(rows.shape, NUMPY[view.dtype])
         values[rows.valid[:, 0]] = cell.line(view)[rows.inside]
         return values
 
-    def scatter(self, view: NkiTensor, rows: Rows, values: Array, instr: Instr) -> None:
+    def scatter(self, view: NkiTensor, rows: Rows, values: Array) -> None:
         """Store the rows that are inside."""
         cell = self.cell(view.storage)
         cell.line(view)[rows.inside] = cast(values.reshape(rows.shape)[rows.valid[:, 0]], NUMPY[view.dtype])
         if cell.written is not None:
             cell.line(view, cell.written)[rows.inside] = True
-        self._watch_rows(cell, view, rows, instr, True)
+        self._watch_rows(cell, view, rows, True)
 
     # -- races --------------------------------------------------------------------------------------------------------
     def _shadow(self, cell: Cell) -> tuple[Array, list[Any]]:
         new = (np.zeros(cell.storage.nbytes // cell.unit, np.uint8), [])
         return self.shadows.setdefault(cell.storage.key, new)
 
-    def _watch_rows(self, cell: Cell, view: NkiTensor, rows: Rows, instr: Instr, write: bool) -> None:
+    def _watch_rows(self, cell: Cell, view: NkiTensor, rows: Rows, write: bool) -> None:
         if view.storage.key in self.contended and rows.inside.size:
             marks = cell.line(view, self._shadow(cell)[0])
             part = marks[rows.inside]
-            self._watch(view, int(rows.inside.min()), int(rows.inside.max()), instr, write, part)
+            self._watch(view, int(rows.inside.min()), int(rows.inside.max()), write, part)
             marks[rows.inside] = part
 
-    def _watch(
-        self, view: NkiTensor, first: int, last: int, instr: Instr, write: bool, part: Array | None = None
-    ) -> None:
+    def _watch(self, view: NkiTensor, first: int, last: int, write: bool, part: Array | None = None) -> None:
         """Bits of a mark: 1, 2 read by core 0, 1; 4, 8 written by core 0, 1, since the cores last met."""
         cell = self.cell(view.storage)
         marks, log = self._shadow(cell)
@@ -267,12 +256,12 @@ class Machine:
         if (part & ((4 << other) | (1 << other if write else 0))).any():
             for core, wrote, seen, low, high in log:
                 if core == other and (wrote or write) and low <= last * size and first * size <= high:
-                    does = f"core {me} {'writes' if write else 'reads'} ({instr.op}) what core {other}"
+                    does = f"core {me} {'writes' if write else 'reads'} what core {other}"
                     found = f"{does} {'writes' if wrote else 'reads'} ({seen.op} at {seen.where})"
-                    refuse("race", f"{found} in {view.storage}, with no core_barrier between", instr.where)
+                    refuse("race", f"{found} in {view.storage}, with no core_barrier between")
                     break
         part |= np.uint8((4 if write else 1) << me)
-        log.append((me, write, instr, first * size, last * size))
+        log.append((me, write, self.instr, first * size, last * size))
 
     # -- running ------------------------------------------------------------------------------------------------------
     def run(self, order: str = "core0") -> None:
@@ -283,7 +272,8 @@ class Machine:
         running = {c.core: self._block(c.core, c.block, alternate) for c in self.cores}
         waiting: dict[int, Instr] = {}
         first = turn = 1 if order == "core1" and len(self.cores) > 1 else 0
-        with np.errstate(all="ignore"):
+        doing.append(("", None))
+        try:
             while running:
                 ready = [c for c in running if c not in waiting]
                 if ready:
@@ -297,27 +287,31 @@ class Machine:
                 else:
                     self._meet(waiting)
                     waiting, turn = {}, first
+        finally:
+            doing.pop()
 
     def _meet(self, waiting: dict[int, Instr]) -> None:
         pairs = sorted(waiting.items())
-        points = {(i.op, i.args.get("pipe_id")) for _, i in pairs}
-        if len(pairs) < len(self.cores) or len(points) > 1:
-            found = ", ".join(f"core {core} at {i.op} ({i.where})" for core, i in pairs)
-            refuse("deadlock", f"the cores do not meet: {found}; both must run the same program", pairs[0][1].where)
-        elif pairs[0][1].op == "sendrecv":
-            sent = {}
+        for self.core, i in pairs:
+            self._at(i)
+            if len(pairs) < len(self.cores) or len({(i.op, i.args.get("pipe_id")) for _, i in pairs}) > 1:
+                found = ", ".join(f"core {core} at {i.op} ({i.where})" for core, i in pairs)
+                refuse("deadlock", f"the cores do not meet: {found}; both must run the same program")
+                return
+            peer = i.args.get("recv_from_rank", self.core)
+            if waiting[peer].args.get("send_to_rank", self.core) != self.core:
+                refuse("deadlock", f"core {self.core} receives from core {peer}, which sends elsewhere")
+        sent = {}
+        if pairs[0][1].op == "sendrecv":
             for self.core, i in pairs:
-                sent[self.core] = self.read(i.args["src"], i).copy()
-            for self.core, i in pairs:
-                peer = i.args["recv_from_rank"]
-                if waiting[peer].args["send_to_rank"] != self.core:
-                    refuse("deadlock", f"core {self.core} receives from core {peer}, which sends elsewhere", i.where)
-                self.write(i.args["dst"], sent[peer], i)
+                sent[self.core] = self.read(i.args["src"]).copy()
         for marks, log in self.shadows.values():
             marks.fill(0)
             log.clear()
-        for core, i in pairs:
-            self._ran(core, i)
+        for self.core, i in pairs:
+            if sent:
+                self.write(i.args["dst"], sent[i.args["recv_from_rank"]])
+            self._ran(i)
 
     def _block(self, core: int, block: Block, alternate: bool) -> Iterator[Instr]:
         for at, item in enumerate(block.items):
@@ -327,7 +321,7 @@ class Machine:
                 yield item
             else:
                 self._step(item)
-                self._ran(core, item)
+                self._ran(item)
                 if alternate and any(v.storage.key[0] == "shared" for v in (*item.reads, *item.writes)):
                     yield item
             for storage in block.frees.get(at, ()):
@@ -338,32 +332,43 @@ class Machine:
     def _loop(self, core: int, loop: Loop, alternate: bool) -> Iterator[Instr]:
         registers, counter = self.registers[core], loop.counter.number
         here = Instr("loop", "sync", {}, (), (), loop.where, None)
+
+        def value(source: Any) -> int:
+            self.core = core
+            self._at(here)
+            return self.value(source)
+
         if loop.condition is None:
-            for i in range(self.value(loop.lower, here), self.value(loop.upper, here), loop.step):
+            for i in range(value(loop.lower), value(loop.upper), loop.step):
                 registers[counter] = i
                 yield from self._block(core, loop.body, alternate)
             return
-        registers[counter] = self.value(loop.condition, here)
+        registers[counter] = value(loop.condition)
         for _ in range(_LOOP_LIMIT):
             if registers[counter] == 0:
                 return
             yield from self._block(core, loop.body, alternate)
-            self.core = core
-            registers[counter] = self.value(loop.result, here)
+            registers[counter] = value(loop.result)
         raise NkiError("endless-loop", f"a while_loop ran {_LOOP_LIMIT} times, its condition never zero", loop.where)
+
+    def _at(self, instr: Instr) -> None:
+        self.instr = instr
+        doing[-1] = (instr.op, instr.where)
 
     def _step(self, instr: Instr) -> None:
         assert instr.compute is not None
-        if instr.special:
-            instr.compute(self, instr)
-            return
-        results = instr.compute(*[self.read(v, instr) for v in instr.reads])
-        for view, values in zip(instr.writes, results if len(instr.writes) > 1 else (results,), strict=True):
-            self.write(view, values, instr)
+        self._at(instr)
+        with np.errstate(all="ignore"):
+            if instr.special:
+                instr.compute(self)
+                return
+            results = instr.compute(*[self.read(v) for v in instr.reads])
+            for view, values in zip(instr.writes, results if len(instr.writes) > 1 else (results,), strict=True):
+                self.write(view, values)
 
-    def _ran(self, core: int, instr: Instr) -> None:
+    def _ran(self, instr: Instr) -> None:
         if self.observe:
-            self.observe(core, instr, self.located)
+            self.observe(self.core, instr, self.located)
             self.located.clear()
 
 

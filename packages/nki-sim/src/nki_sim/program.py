@@ -107,6 +107,7 @@ class Tracer:
         self.counts: dict[int | str, int] = {"shared": 0, core: 0}
         self.registers = self.instructions = 0
         self.inputs: list[Storage] = []
+        self.broken: Where | None = None  # a dynamic_range that was left early
         self.home: dict[tuple[int | str, int], Block] = {}  # storage key -> the block that allocated it
         self.matmul_base: set[tuple[int | str, int]] = set()  # PSUM tensors some matmul wrote
 
@@ -170,6 +171,8 @@ class Tracer:
         self.blocks[-1].items.append(loop)
 
     def finish(self, result: Any) -> CoreProgram:
+        if self.broken:
+            refuse("loop", "a dynamic_range body is traced once and runs on the device: it cannot break", self.broken)
         for block in self.blocks[0].blocks():
             for storage in block.storages:
                 if storage.last is not None and storage.buffer is not MemoryRegion.shared_hbm:
@@ -219,7 +222,9 @@ def _lines(block: Block, indent: str) -> Iterator[str]:
             yield f"{indent}{item.engine} {item.op}({args})" + "".join(f" after {p.number}" for p in item.after)
             continue
         bounds = f"for {item.counter} in {item.lower}, {item.upper}, {item.step}"
-        yield indent + (f"while {item.condition} -> {item.result} as {item.counter}" if item.condition else bounds)
+        yield indent + (
+            f"while {item.condition} -> {item.result} as {item.counter}" if item.condition is not None else bounds
+        )
         yield from _lines(item.body, indent + "  ")
 
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace as Args
 from typing import Any, NamedTuple
 
 from nki_sim.constants import engine as Engine
-from nki_sim.errors import kernel_line, refuse
+from nki_sim.errors import doing, kernel_line, need
 from nki_sim.limits import FREE_DIMENSIONS, PARTITIONS, start_partitions
 from nki_sim.program import Instr, tracer
 from nki_sim.tensor import MemoryRegion, NkiTensor
@@ -59,13 +59,6 @@ IN, OUT = Tile(), Tile(write=True)
 OUT_COLUMN = Tile(write=True, optional=True, column=True)
 COLUMN = Tile(dtypes=("float32",), scalar=True, column=True)  # a number, or float32 one per partition
 INSTRUCTIONS: dict[str, Callable[..., Instr]] = {}
-_title = ["nki"]
-
-
-def need(holds: object, rule: str, message: str) -> None:
-    """Refuse under `rule` unless it holds."""
-    if not holds:
-        refuse(rule, f"{_title[-1]}: {message}")
 
 
 def instruction(
@@ -96,7 +89,7 @@ def instruction(
                 raise TypeError(
                     f"nisa.{title}({', '.join(names)}) called with {len(args)} values and {list(kwargs)}: {wrong}"
                 )
-            _title.append(title)
+            doing.append((title, None))
             try:
                 a = Args(**{n: bound[n] for n in names})
                 engine = bound.get("engine", Engine.unknown)
@@ -113,7 +106,7 @@ def instruction(
                     Instr(title, ENGINES[letter], vars(a), reads, writes, kernel_line(), compute, special)
                 )
             finally:
-                _title.pop()
+                doing.pop()
 
         call.__name__, call.__doc__, call.body = title, body.__doc__, body  # type: ignore[attr-defined]
         kind = Parameter.POSITIONAL_OR_KEYWORD
@@ -139,7 +132,7 @@ def _operands(a: Args, tiles: dict[str, Tile], engines: str) -> tuple[tuple[NkiT
                     need(good, "shape", f"{name} must be ({a.dst.shape[0]}, 1), one element per partition; got {view}")
                 (writes if tile.write else reads).append(view)
             elif not (tile.scalar and (isinstance(view, (int, float)) or getattr(view, "shape", None) == ())):
-                raise TypeError(f"operand: nisa.{_title[-1]} needs a tensor for {name}; got {view!r}")
+                raise TypeError(f"operand: nisa.{doing[-1][0]} needs a tensor for {name}; got {view!r}")
     return tuple(reads), tuple(writes)
 
 

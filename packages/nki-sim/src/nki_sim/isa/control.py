@@ -8,8 +8,9 @@ from nki_sim import errors
 from nki_sim.constants import dma_engine
 from nki_sim.constants import engine as Engine
 from nki_sim.dtypes import INTS
-from nki_sim.program import Instr, tracer
-from nki_sim.rules import HBM, PSUM, REQUIRED, SBUF, Args, Compute, Tile, instruction, need
+from nki_sim.errors import need
+from nki_sim.program import tracer
+from nki_sim.rules import HBM, PSUM, REQUIRED, SBUF, Args, Compute, Tile, instruction
 from nki_sim.tensor import MemoryRegion, VirtualRegister
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ def _need_one(view: Any) -> None:
 def _move(a: Args) -> Compute:
     _need_register(a.dst)
 
-    def execute(machine: "Machine", instr: Instr) -> None:
-        machine.registers[machine.core][a.dst.number] = machine.value(a.src, instr)
+    def execute(machine: "Machine") -> None:
+        machine.registers[machine.core][a.dst.number] = machine.value(a.src)
 
     return execute
 
@@ -63,7 +64,7 @@ def register_store(a: Args) -> Compute:
     """Write a register's value to a tensor of one element."""
     _need_register(a.src)
     _need_one(a.dst)
-    return lambda machine, instr: machine.write(a.dst, np.asarray(machine.value(a.src, instr)), instr)
+    return lambda machine: machine.write(a.dst, np.asarray(machine.value(a.src)))
 
 
 @instruction("GVSTY", special=True, data=Tile(HBM | SBUF), cores=REQUIRED, engine=Engine.gpsimd)
@@ -90,4 +91,4 @@ def sendrecv(a: Args) -> Compute:
 @instruction("Y", special=True, prefix=REQUIRED, tensor=Tile(HBM | SBUF | PSUM))
 def device_print(a: Args) -> Compute:
     """Print values as the program reaches this point (nl.device_print)."""
-    return lambda machine, instr: print(a.prefix, machine.read(a.tensor, instr))
+    return lambda machine: print(a.prefix, machine.read(a.tensor))

@@ -7,11 +7,10 @@ import numpy as np
 from nki_sim.constants import dge_mode, oob_mode
 from nki_sim.constants import engine as Engine
 from nki_sim.dtypes import f32
-from nki_sim.errors import refuse
+from nki_sim.errors import need, refuse
 from nki_sim.isa.vector import write_where
 from nki_sim.limits import DMA_COMPUTE_SOURCES
-from nki_sim.program import Instr
-from nki_sim.rules import HBM, REQUIRED, SBUF, Args, Compute, Tile, instruction, need
+from nki_sim.rules import HBM, REQUIRED, SBUF, Args, Compute, Tile, instruction
 from nki_sim.tensor import NkiTensor
 
 if TYPE_CHECKING:
@@ -36,19 +35,19 @@ def _need_index(view: NkiTensor) -> None:
     )
 
 
-def _index(machine: "Machine", view: NkiTensor, instr: Instr) -> Array:
+def _index(machine: "Machine", view: NkiTensor) -> Array:
     """The row numbers of an indirect view, column after column."""
     assert view.indirect_index is not None and isinstance(view.indirect_index.source, NkiTensor)
-    index = machine.read(view.indirect_index.source, instr)
+    index = machine.read(view.indirect_index.source)
     return index.reshape(index.shape[0], -1).T.reshape(-1)[: view.shape[0]]
 
 
-def _write_rows(machine: "Machine", instr: Instr, dst: NkiTensor, values: Array, valid: Array) -> None:
+def _write_rows(machine: "Machine", dst: NkiTensor, values: Array, valid: Array) -> None:
     """Write gathered rows; those skipped stay as they are."""
     if valid.all():
-        machine.write(dst, values.reshape(dst.shape), instr)
+        machine.write(dst, values.reshape(dst.shape))
     else:
-        write_where(machine, instr, dst, valid.reshape(dst.shape), values.reshape(dst.shape))
+        write_where(machine, dst, valid.reshape(dst.shape), values.reshape(dst.shape))
 
 
 @instruction("D", special=True, dst=OUT, src=IN, priority=None, oob_mode=oob_mode.error, dge_mode=dge_mode.unknown, engine=Engine.unknown)  # fmt: skip
@@ -76,19 +75,19 @@ def dma_copy(a: Args) -> Compute:
             _need_index(view)
     skip = a.oob_mode is SKIP
 
-    def execute(machine: "Machine", instr: Instr) -> None:
+    def execute(machine: "Machine") -> None:
         if src.by_row:
-            rows = machine.rows(src, _index(machine, src, instr), instr, skip)
-            _write_rows(machine, instr, dst, machine.gather(src, rows, instr), np.broadcast_to(rows.valid, rows.shape))
+            rows = machine.rows(src, _index(machine, src), skip)
+            _write_rows(machine, dst, machine.gather(src, rows), np.broadcast_to(rows.valid, rows.shape))
             return
-        if machine.locate(src, instr, skip) is None or (not dst.by_row and machine.locate(dst, instr, skip) is None):
+        if machine.locate(src, skip) is None or (not dst.by_row and machine.locate(dst, skip) is None):
             return
-        values = machine.read(src, instr)
+        values = machine.read(src)
         values = values if src.dtype == dst.dtype else f32(values)
         if dst.by_row:
-            machine.scatter(dst, machine.rows(dst, _index(machine, dst, instr), instr, skip), values, instr)
+            machine.scatter(dst, machine.rows(dst, _index(machine, dst), skip), values)
         else:
-            machine.write(dst, values, instr)
+            machine.write(dst, values)
 
     return execute
 
@@ -109,27 +108,27 @@ def dma_compute(a: Args) -> Compute:
     own = not dst.by_row or (len(by_row) == 2 and by_row[1].storage is dst.storage)
     need(own, "dma-sources", "a scatter adds to its own destination: one source must be dst's access pattern")
 
-    def execute(machine: "Machine", instr: Instr) -> None:
+    def execute(machine: "Machine") -> None:
         total, rows = np.float32(0), None
         for src in a.srcs:
             if src.by_row:
-                index = _index(machine, src, instr)
-                rows = machine.rows(src, index, instr, a.oob_mode is SKIP)
+                index = _index(machine, src)
+                rows = machine.rows(src, index, a.oob_mode is SKIP)
                 unique, counts = np.unique(index[rows.valid[:, 0]], return_counts=True)
                 if (counts > 1).any():
                     found = f"index {unique[counts.argmax()]} occurs {counts.max()} times; all but one update is lost"
-                    refuse("unique-indices", f"dma_compute: {found}. Make indices unique per call", instr.where)
-                values = machine.gather(src, rows, instr)
+                    refuse("unique-indices", f"dma_compute: {found}. Make indices unique per call")
+                values = machine.gather(src, rows)
             else:
-                values = machine.read(src, instr)
+                values = machine.read(src)
             total = total + f32(values).reshape(dst.shape)
         if dst.by_row:
             assert rows is not None
-            machine.scatter(dst, rows, total, instr)
+            machine.scatter(dst, rows, total)
         elif rows is not None:
-            _write_rows(machine, instr, dst, total, np.broadcast_to(rows.valid, rows.shape))
+            _write_rows(machine, dst, total, np.broadcast_to(rows.valid, rows.shape))
         else:
-            machine.write(dst, total, instr)
+            machine.write(dst, total)
 
     return execute
 
@@ -168,13 +167,13 @@ def dma_transpose(a: Args) -> Compute:
     skip = a.oob_mode is SKIP
     need(not skip or src.by_row, "dma-mode", "oob_mode.skip goes with an indirect source")
 
-    def execute(machine: "Machine", instr: Instr) -> None:
+    def execute(machine: "Machine") -> None:
         if not src.by_row:
-            machine.write(dst, machine.read(src, instr).transpose(order), instr)
+            machine.write(dst, machine.read(src).transpose(order))
             return
-        found = machine.rows(src, _index(machine, src, instr), instr, skip)
-        values = machine.gather(src, found, instr).reshape(src.shape).transpose(order)
+        found = machine.rows(src, _index(machine, src), skip)
+        values = machine.gather(src, found).reshape(src.shape).transpose(order)
         valid = np.broadcast_to(found.valid, found.shape).reshape(src.shape).transpose(order)
-        _write_rows(machine, instr, dst, values, valid)
+        _write_rows(machine, dst, values, valid)
 
     return execute

@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nki_sim.dtypes import f32
-from nki_sim.errors import refuse
+from nki_sim.errors import need, refuse
 from nki_sim.isa.vector import like, line, need_alu, need_ints, need_shape, write_where
 from nki_sim.ops import OPS, alu
-from nki_sim.program import Instr
-from nki_sim.rules import REQUIRED, SBUF, Args, Compute, Tile, instruction, need
+from nki_sim.rules import REQUIRED, SBUF, Args, Compute, Tile, instruction
 
 if TYPE_CHECKING:
     from nki_sim.machine import Machine
@@ -50,18 +49,18 @@ def affine_select(a: Args) -> Compute:
     return lambda x: np.where(keep, like(f32(x), a.dst), np.float32(a.on_false_value))
 
 
-def _take(x: Array, index: Array, instr: str) -> Array:
+def _take(x: Array, index: Array) -> Array:
     """x[p, index[p, i]]; refused outside."""
     top, n = int(index.max()), x.shape[1]
     if top >= n:
-        refuse("out-of-bounds", f"{instr}: index {top} of {n} elements per partition; clamp the indices")
+        refuse("out-of-bounds", f"index {top} of {n} elements per partition; clamp the indices")
     return np.take_along_axis(x, np.minimum(index, n - 1), axis=1)
 
 
 @instruction("G", same="dst indices", same_dtype="dst data", dst=OUT, data=IN, indices=Tile(SBUF, ("uint32",)))
 def nc_n_gather(a: Args) -> Compute:
     """dst[p, i] = data[p, indices[p, i]], free dimensions flattened."""
-    return lambda x, i: _take(line(x), line(i).astype(np.int64), "nc_n_gather")
+    return lambda x, i: _take(line(x), line(i).astype(np.int64))
 
 
 @instruction("G", same_dtype="dst src_buffer", dst=OUT, src_buffer=IN, index=Tile(SBUF, ("uint16",)), num_elem_per_idx=1, num_valid_indices=None)  # fmt: skip
@@ -82,7 +81,7 @@ def local_gather(a: Args) -> Compute:
         groups = line(index).reshape(p // GROUP, GROUP, -1).transpose(0, 2, 1)
         first = groups.reshape(p // GROUP, -1)[:, :count].astype(np.int64)
         at = (first[:, :, None] + np.arange(n)).reshape(p // GROUP, -1)
-        return _take(line(x), np.repeat(at, GROUP, axis=0), "local_gather")
+        return _take(line(x), np.repeat(at, GROUP, axis=0))
 
     return compute
 
@@ -103,13 +102,13 @@ def nonzero_with_count(a: Args) -> Compute:
     """Positions of nonzero elements, padding, and their count last; partitions 0, 16, ... only, the others stay."""
     need_shape("dst", a.dst, a.src.shape[0], a.src.free_size + 1)
 
-    def execute(machine: "Machine", instr: Instr) -> None:
+    def execute(machine: "Machine") -> None:
         values = np.full((a.dst.shape[0], a.dst.free_size), a.padding_val, np.int32)
         for lane in range(0, len(values), GROUP):
-            at = np.flatnonzero(machine.read(a.src[lane : lane + 1], instr))
+            at = np.flatnonzero(machine.read(a.src[lane : lane + 1]))
             values[lane, : len(at)], values[lane, -1] = at + a.index_offset, len(at)
         chosen = np.zeros(a.dst.shape, bool)
         chosen[::GROUP] = True
-        write_where(machine, instr, a.dst, chosen, values.reshape(a.dst.shape))
+        write_where(machine, a.dst, chosen, values.reshape(a.dst.shape))
 
     return execute

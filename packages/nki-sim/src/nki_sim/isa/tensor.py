@@ -7,10 +7,10 @@ import numpy as np
 from nki_sim.constants import engine as Engine
 from nki_sim.constants import matmul_perf_mode
 from nki_sim.dtypes import f32
-from nki_sim.errors import refuse
+from nki_sim.errors import need, refuse
 from nki_sim.limits import MOVING_FREE, PARTITIONS, PSUM_BANK_BYTES, STATIONARY_FREE
-from nki_sim.program import Instr, tracer
-from nki_sim.rules import IN, OUT, PSUM, SBUF, Args, Compute, Tile, instruction, need
+from nki_sim.program import tracer
+from nki_sim.rules import IN, OUT, PSUM, SBUF, Args, Compute, Tile, instruction
 from nki_sim.tensor import MemoryRegion, NkiTensor
 
 if TYPE_CHECKING:
@@ -89,28 +89,28 @@ def _one_bank(view: NkiTensor) -> None:
     need(one, "psum-bank", f"dst {view} covers bytes {first}..{last} and crosses a PSUM bank of {PSUM_BANK_BYTES}")
 
 
-def _matmul(machine: "Machine", instr: Instr) -> None:
-    a = Args(**instr.args)
-    x, y = (f32(machine.read(v, instr)) for v in (a.stationary, a.moving))
+def _matmul(machine: "Machine") -> None:
+    a = Args(**machine.instr.args)
+    x, y = (f32(machine.read(v)) for v in (a.stationary, a.moving))
     rows = x.shape[0] * (2 if a.perf_mode is DOUBLE else 1)
     x, y = x.reshape(rows, -1), y.reshape(rows, -1)
     exact = a.is_transpose and y.shape[0] == y.shape[1] and np.array_equal(y, np.eye(len(y)))
     values = (x.T if exact else x.T @ y).reshape(a.dst.shape)
-    offset = machine.locate(a.dst, instr)
+    offset = machine.locate(a.dst)
     if a.accumulate is not False and offset is not None and not a.is_transpose:
         cell = machine.cell(a.dst.storage)
         assert cell.base is not None
         base = cell.over(cell.base, a.dst, offset)
         if a.accumulate and not base.all():
             fix = "start with accumulate=False (memset is no base on trn2)"
-            refuse("accumulate", f"nc_matmul adds to {a.dst.storage} where no matmul has written; {fix}", instr.where)
+            refuse("accumulate", f"nc_matmul adds to {a.dst.storage} where no matmul has written; {fix}")
         base = base.all(axis=-1) if base.ndim > a.dst.ndim else base
         if base.any():
             values = np.where(base, values + cell.array(a.dst, offset), values)
         elif a.accumulate is None and (cell.written is None or cell.over(cell.written, a.dst, offset).any()):
             fix = "adding to that is undefined on trn2; pass accumulate=False"
-            refuse("accumulate", f"nc_matmul on {a.dst.storage}, which another instruction wrote: {fix}", instr.where)
-    machine.write(a.dst, values, instr, matmul=not a.is_transpose)
+            refuse("accumulate", f"nc_matmul on {a.dst.storage}, which another instruction wrote: {fix}")
+    machine.write(a.dst, values, matmul=not a.is_transpose)
 
 
 @instruction("TV", same_dtype="dst data", dst=OUT, data=IN, engine=Engine.unknown)
@@ -119,12 +119,12 @@ def nc_transpose(a: Args) -> tuple[Compute, str]:
     p, f = a.data.shape[0], a.data.free_size
     through_pe = a.data.buffer is MemoryRegion.sbuf and a.dst.buffer is MemoryRegion.psum
     letter = "V" if a.engine is Engine.vector or (a.engine is Engine.unknown and not through_pe) else "T"
-    need((a.dst.shape[0], a.dst.free_size) == (f, p), "shape", f"dst {a.dst} must be ({f}, {p}): {a.data} transposed")
     need(
         letter == "V" or through_pe, "buffer", f"the Tensor Engine reads SBUF and writes PSUM; got {a.data} -> {a.dst}"
     )
     side = 32 if letter == "V" else 128
     need(max(p, f) <= side, "transpose-size", f"data {a.data} exceeds {side} x {side} on this engine; split it")
+    need((a.dst.shape[0], a.dst.free_size) == (f, p), "shape", f"dst {a.dst} must be ({f}, {p}): {a.data} transposed")
     if letter == "T":
         _one_bank(a.dst)
     return (lambda x: x.reshape(p, f).T), letter

@@ -10,10 +10,10 @@ from nki_sim import errors
 from nki_sim.constants import engine as Engine
 from nki_sim.constants import reduce_cmd
 from nki_sim.dtypes import FLOATS, INTS, NUMPY, cast, f32
+from nki_sim.errors import need
 from nki_sim.limits import BN_STATS_FREE, PARTITIONS
 from nki_sim.ops import OPS, Op, alu
-from nki_sim.program import Instr
-from nki_sim.rules import COLUMN, IN, OUT, OUT_COLUMN, REQUIRED, Args, Compute, Tile, instruction, need
+from nki_sim.rules import COLUMN, IN, OUT, OUT_COLUMN, REQUIRED, Args, Compute, Tile, instruction
 from nki_sim.tensor import MemoryRegion, NkiTensor
 
 if TYPE_CHECKING:
@@ -78,31 +78,33 @@ def fold(op: Op, x: Array) -> Array:
     return result
 
 
-def registers(machine: "Machine", instr: Instr, op: Op, cmd: reduce_cmd, init: Any) -> Array:
+def registers(machine: "Machine", op: Op, cmd: reduce_cmd, init: Any) -> Array:
     """The engine's reduce registers for the lanes of dst, reset or loaded as `cmd` says."""
-    dst = instr.writes[0]
-    lanes = machine.accumulators.setdefault((machine.core, instr.engine), np.full(PARTITIONS, np.nan, np.float32))
+    dst = machine.instr.writes[0]
+    lanes = machine.accumulators.setdefault(
+        (machine.core, machine.instr.engine), np.full(PARTITIONS, np.nan, np.float32)
+    )
     lanes = lanes[dst.partition : dst.partition + dst.shape[0]]
     if cmd in (reduce_cmd.reset, reduce_cmd.reset_reduce):
         lanes[:] = op.identity
     elif cmd is reduce_cmd.load_reduce:
-        lanes[:] = line(f32(machine.read(init, instr)))[:, 0] if isinstance(init, NkiTensor) else init
+        lanes[:] = line(f32(machine.read(init)))[:, 0] if isinstance(init, NkiTensor) else init
     return lanes
 
 
-def reducing(a: Args, op: Op, cmd: reduce_cmd, body: Callable[..., Array]) -> Callable[["Machine", Instr], None]:
+def reducing(a: Args, op: Op, cmd: reduce_cmd, body: Callable[..., Array]) -> Callable[["Machine"], None]:
     """dst = body(arrays read), also folded into the reduce registers and read out to reduce_res."""
 
-    def execute(machine: "Machine", instr: Instr) -> None:
+    def execute(machine: "Machine") -> None:
         init = getattr(a, "reduce_init", None)
-        values = body(*[machine.read(v, instr) for v in instr.reads if v is not init])
-        machine.write(a.dst, values, instr)
-        lanes = registers(machine, instr, op, cmd, init)
+        values = body(*[machine.read(v) for v in machine.instr.reads if v is not init])
+        machine.write(a.dst, values)
+        lanes = registers(machine, op, cmd, init)
         if cmd not in (reduce_cmd.idle, reduce_cmd.reset):
             assert op.reduce is not None
             lanes[:] = op.reduce(lanes, fold(op, f32(values)))
         if a.reduce_res is not None:
-            machine.write(a.reduce_res, -lanes if getattr(a, "reduce_res_negate", False) else lanes, instr)
+            machine.write(a.reduce_res, -lanes if getattr(a, "reduce_res_negate", False) else lanes)
 
     return execute
 
@@ -114,13 +116,13 @@ def need_reduce(op: Any, allowed: tuple[str, ...], cmd: reduce_cmd, init: Any = 
     need(paired, "reduce-cmd", f"an initial value goes with reduce_cmd.load_reduce and only there; got {init!r}, {cmd}")
 
 
-def write_where(machine: "Machine", instr: Instr, dst: NkiTensor, chosen: Array, values: Array) -> None:
+def write_where(machine: "Machine", dst: NkiTensor, chosen: Array, values: Array) -> None:
     """Write the chosen elements of dst, and count only them as written."""
-    offset = machine.locate(dst, instr)
+    offset = machine.locate(dst)
     if offset is not None:
         cell = machine.cell(dst.storage)
         np.copyto(cell.array(dst, offset), cast(values, NUMPY[dst.dtype]), where=chosen)
-        machine.wrote(cell, dst, offset, instr, chosen=chosen)
+        machine.wrote(cell, dst, offset, chosen=chosen)
 
 
 # -- copies and element-wise ------------------------------------------------------------------------------------------
@@ -147,10 +149,10 @@ _SRC = Tile(scalar=True)
 def tensor_copy_predicated(a: Args) -> Compute:
     """dst = src where the predicate is nonzero (reverse_pred: zero); elsewhere dst stays as it is."""
 
-    def execute(machine: "Machine", instr: Instr) -> None:
-        chosen = (like(machine.read(a.predicate, instr), a.dst) != 0) != a.reverse_pred
-        values = like(machine.read(a.src, instr), a.dst) if isinstance(a.src, NkiTensor) else np.asarray(a.src)
-        write_where(machine, instr, a.dst, chosen, values)
+    def execute(machine: "Machine") -> None:
+        chosen = (like(machine.read(a.predicate), a.dst) != 0) != a.reverse_pred
+        values = like(machine.read(a.src), a.dst) if isinstance(a.src, NkiTensor) else np.asarray(a.src)
+        write_where(machine, a.dst, chosen, values)
 
     return execute
 
@@ -336,12 +338,12 @@ def tensor_scalar_cumulative(a: Args) -> Compute:
     need_alu(a.op0)
     need_reduce(a.op1, ("add", "subtract", "multiply", "maximum", "minimum"), a.reduce_cmd, a.imm1)
 
-    def execute(machine: "Machine", instr: Instr) -> None:
-        imm0 = (machine.read(a.imm0, instr),) if isinstance(a.imm0, NkiTensor) else ()
-        x = alu(a.op0, f32(machine.read(a.src, instr)), operands(imm0, a.src, a.imm0)[0])
-        lanes = registers(machine, instr, a.op1, a.reduce_cmd, a.imm1)
+    def execute(machine: "Machine") -> None:
+        imm0 = (machine.read(a.imm0),) if isinstance(a.imm0, NkiTensor) else ()
+        x = alu(a.op0, f32(machine.read(a.src)), operands(imm0, a.src, a.imm0)[0])
+        lanes = registers(machine, a.op1, a.reduce_cmd, a.imm1)
         values, lanes[:] = scan(lanes.copy(), x, lambda v, state, _: alu(a.op1, v, state))
-        machine.write(a.dst, values, instr)
+        machine.write(a.dst, values)
 
     return execute
 
@@ -450,9 +452,9 @@ def nc_stream_shuffle(a: Args) -> Compute:
     inside = keep | (source < a.src.shape[0])
     need(inside.all(), "shuffle-mask", f"the mask takes partition {source.max(where=~keep, initial=0)} of {a.src}")
 
-    def execute(machine: "Machine", instr: Instr) -> None:
-        values = line(machine.read(a.src, instr))[np.where(keep, 0, source)].reshape(a.dst.shape)
+    def execute(machine: "Machine") -> None:
+        values = line(machine.read(a.src))[np.where(keep, 0, source)].reshape(a.dst.shape)
         chosen = np.broadcast_to(~keep.reshape(-1, *(1,) * (a.dst.ndim - 1)), a.dst.shape)
-        write_where(machine, instr, a.dst, chosen, values)
+        write_where(machine, a.dst, chosen, values)
 
     return execute
