@@ -5,23 +5,25 @@ import `nki` run unchanged.
 """
 
 from nki_sim import isa, language
+from nki_sim.cost import Model
 from nki_sim.errors import Finding, NkiError, checks
 from nki_sim.install import install, uninstall
 from nki_sim.kernel import Kernel, Program, Run, Spec, jit, run, simulate, trace
+from nki_sim.report import Report, report
 
 __all__ = [
     "Finding",
     "Kernel",
-    "NkiError",
+    "Model", "NkiError",
     "Program",
-    "Run",
+    "Report", "Run",
     "Spec",
     "checks",
     "install",
     "isa",
     "jit",
     "language",
-    "run",
+    "report", "run",
     "simulate",
     "trace",
     "uninstall",

@@ -5,8 +5,8 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from nki_sim.machine import ORDERS, Machine
 from nki_sim.memory import Usage, plan
 from nki_sim.program import CoreProgram, Instr, Tracer, _active, digest, tracing
 from nki_sim.tensor import MemoryRegion, NkiTensor
+
+if TYPE_CHECKING:
+    from nki_sim.schedule import Recorder
 
 __all__ = ["Kernel", "Program", "Run", "Spec", "jit", "run", "simulate", "trace"]
 
@@ -72,7 +75,7 @@ def simulate(kernel: Any, *, backend: str = "sim", order: str = "core0") -> Call
 
 
 def run(kernel: Any, *args: Any, **kwargs: Any) -> "Run":
-    """Simulate and keep everything: outputs, the program, and the instructions as they ran (for nki_sim.report)."""
+    """Simulate and keep everything: outputs, the program."""
     return _run(kernel, args, kwargs, "core0")
 
 
@@ -94,7 +97,6 @@ class Run:
 
     outputs: Any
     program: "Program"
-    events: list[Any] = field(default_factory=list)
 
 
 @dataclass
@@ -120,7 +122,13 @@ class Program:
         """Run the recorded program on arrays of the shapes and dtypes it was specialised for."""
         return self.run_in(order, args, kwargs)
 
-    def run_in(self, order: str, args: tuple, kwargs: dict[str, Any]) -> Run:
+    @property
+    def written(self) -> frozenset[tuple[int | str, int]]:
+        """Keys of the storages some instruction writes."""
+        return frozenset(v.storage.key for c in self.cores for i in c.instructions() for v in i.writes)
+
+    def run_in(self, order: str, args: tuple, kwargs: dict[str, Any], observe: "Recorder | None" = None) -> Run:
+        """run with an order and an observer."""
         found = _signature(self.kernel, args, kwargs)
         if found != self.signature:
             raise ValueError(f"this program was specialised for {self.signature}; got {found}. Trace again")
@@ -128,16 +136,15 @@ class Program:
             return self._every_order(args, kwargs)
         arrays: list[Any] = []
         _walk(_bind(self.kernel, args, kwargs), lambda a: arrays.append(a) or a)
-        written = {v.storage.key for c in self.cores for i in c.instructions() for v in i.writes}
+        written = self.written
         data = [_bytes(a, s.key in written) for a, s in zip(arrays, self.cores[0].inputs, strict=True)]
-        events: list[Any] = []
-        machine = Machine(self.cores, data)
+        machine = Machine(self.cores, data, observe)
         machine.run(order)
         torch_like = any(_is_torch(a) for a in arrays)
         for array, storage, raw in zip(arrays, self.cores[0].inputs, data, strict=True):
             if storage.key in written:
                 _update(array, raw)
-        return Run(_outputs(self.cores[0].result, machine, torch_like), self, events)
+        return Run(_outputs(self.cores[0].result, machine, torch_like), self)
 
     def _every_order(self, args: tuple, kwargs: dict[str, Any]) -> Run:
         import copy

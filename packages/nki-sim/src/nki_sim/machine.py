@@ -4,8 +4,8 @@ Cores are generators that stop where they meet (core_barrier, sendrecv), so an o
 "core0" and "core1" run that core to its next meeting first, "alternate" switches after every access to shared memory.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from nki_sim.dtypes import NUMPY, cast
 from nki_sim.errors import NkiError, Where, refuse
 from nki_sim.program import Block, CoreProgram, Instr, Loop
 from nki_sim.tensor import MemoryRegion, NkiTensor, Storage, VirtualRegister
+
+if TYPE_CHECKING:
+    from nki_sim.schedule import Recorder
 
 __all__ = ["ORDERS", "Cell", "Machine"]
 
@@ -74,10 +77,10 @@ class Cell:
 
 
 class Machine:
-    """Executes the programs of one or two cores. `observe(core, instr)` is called after each instruction."""
+    """Executes the programs of one or two cores. `observe` (a schedule.Recorder) sees each instruction after it ran."""
 
     def __init__(
-        self, cores: list[CoreProgram], inputs: list[Array], observe: Callable[[int, Instr], None] | None = None
+        self, cores: list[CoreProgram], inputs: list[Array], observe: "Recorder | None" = None
     ) -> None:
         self.cores = cores
         self.cells: dict[tuple[int | str, int], Cell] = {}
@@ -355,6 +358,8 @@ class Machine:
                     yield "shared"
             for storage in block.frees.get(at, ()):
                 self.cells.pop(storage.key, None)
+                if self.observe:
+                    self.observe.freed(storage)
 
     def _loop(self, core: int, loop: Loop, eager: bool) -> Iterator[Instr | str]:
         registers = self.registers[core]
@@ -397,5 +402,5 @@ class Machine:
 
     def _done(self, core: int, instr: Instr) -> None:
         if self.observe:
-            self.observe(core, instr)
+            self.observe(core, instr, self.located)
             self.located.clear()
