@@ -1,13 +1,12 @@
 """How a kernel is refused: one exception, naming the rule, the kernel's line, the values found and the fix."""
 
 import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-__all__ = ["Finding", "NkiError", "Where", "checks", "kernel_line", "refuse"]
+__all__ = ["Finding", "NkiError", "Where", "checks", "kernel_line", "refuse", "unsupported"]
 
 _PACKAGE = str(Path(__file__).parent)
 compat: str | None = None  # "0.3" while install(compat="0.3") is in force: what that release accepted is not refused
@@ -24,6 +23,14 @@ class Where(NamedTuple):
         return f"{self.file}:{self.line} in {self.function}"
 
 
+class Finding(NamedTuple):
+    """A broken rule that was recorded instead of raised (see `checks`)."""
+
+    rule: str
+    message: str
+    where: Where | None
+
+
 class NkiError(ValueError):
     """A rule of the hardware or of the language that the kernel breaks; `rule` is its stable name."""
 
@@ -32,49 +39,31 @@ class NkiError(ValueError):
         super().__init__(f"{rule}: {message}" + (f" [{where}]" if where else ""))
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A broken rule that was recorded instead of raised (see `checks`)."""
-
-    rule: str
-    message: str
-    where: Where | None
-
-
-@dataclass
-class Checks:
-    """Rules that are recorded rather than raised, and what they found."""
-
-    recorded: frozenset[str] = frozenset()
-    findings: list[Finding] = field(default_factory=list)
-
-
-_checks = [Checks()]
+_recorded: list[tuple[frozenset[str], list[Finding]]] = [(frozenset(), [])]
 
 
 @contextmanager
-def checks(*, record: tuple[str, ...] | list[str] = ()) -> Iterator[list[Finding]]:
+def checks(*, record: Sequence[str] = ()) -> Iterator[list[Finding]]:
     """Record breaches of the named rules instead of raising at the first: `with checks(record=["race"]) as findings:`.
 
-    A rule is named by the first word of its error. Recording is for looking at kernels one cannot change; what the
-    hardware would do there is undefined, and the results are only one possibility.
+    A rule's name is the first word of its error. Recording is for looking at kernels one cannot change; what the hardware
+    would do there is undefined, and the results are only one possibility.
     """
-    _checks.append(Checks(frozenset(record)))
+    _recorded.append((frozenset(record), []))
     try:
-        yield _checks[-1].findings
+        yield _recorded[-1][1]
     finally:
-        _checks.pop()
+        _recorded.pop()
 
 
 def refuse(rule: str, message: str, where: Where | None = None) -> None:
     """Raise NkiError, or note the finding when this rule is only recorded."""
-    where = where or kernel_line()
-    active = _checks[-1]
-    if rule not in active.recorded:
-        raise NkiError(rule, message, where)
-    finding = Finding(rule, message, where)
-    if finding not in active.findings:
-        active.findings.append(finding)
+    rules, findings = _recorded[-1]
+    finding = Finding(rule, message, where or kernel_line())
+    if rule not in rules:
+        raise NkiError(*finding)
+    if finding not in findings:
+        findings.append(finding)
 
 
 def unsupported(name: str, why: str) -> NoReturn:

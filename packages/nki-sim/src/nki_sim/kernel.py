@@ -1,20 +1,22 @@
-"""Kernels as users call them: @jit, k[1](...), k[2](...), simulate(k)(...), trace(k, specs), and arguments of numpy or torch."""
+"""Kernels as users call them: @jit, k[1](...), k[2](...), simulate(k)(...), and trace(k, specs) for the program alone."""
 
+import copy
 import functools
 import inspect
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from nki_sim.dtypes import NUMPY, DType, as_dtype
-from nki_sim.errors import Where, kernel_line, refuse
-from nki_sim.machine import ORDERS, Machine
+from nki_sim import errors
+from nki_sim.arguments import describe, flatten, is_torch, store_back, to_bytes, to_torch, walk
+from nki_sim.dtypes import as_dtype
+from nki_sim.errors import Where, refuse
+from nki_sim.machine import ORDERS, Machine, holes
 from nki_sim.memory import Usage, plan
-from nki_sim.program import CoreProgram, Instr, Tracer, _active, digest, tracing
+from nki_sim.program import CoreProgram, Instr, Tracer, active, digest, tracing
 from nki_sim.tensor import MemoryRegion, NkiTensor
 
 if TYPE_CHECKING:
@@ -25,8 +27,7 @@ __all__ = ["Kernel", "Program", "Run", "Spec", "jit", "run", "simulate", "trace"
 TARGETS = {"": "trn2", "trn2": "trn2", "gen3": "trn2"}
 
 
-@dataclass(frozen=True)
-class Spec:
+class Spec(NamedTuple):
     """The shape and dtype of an argument, without values."""
 
     shape: tuple[int, ...]
@@ -34,65 +35,42 @@ class Spec:
 
 
 class Kernel:
-    """A kernel and its grid: `k[2]` runs on both cores of a logical NeuronCore (LNC2). Calling it simulates."""
+    """A kernel and its grid: k[2] runs on both cores of a logical NeuronCore (LNC2). Calling it simulates."""
 
-    def __init__(self, function: Callable[..., Any], cores: int | None = None) -> None:
+    def __init__(self, function: Callable[..., Any], cores: int = 1) -> None:
         self.function, self.cores = function, cores
         functools.update_wrapper(self, function)
 
-    def __getitem__(self, grid: int | tuple[int]) -> "Kernel":
+    def __getitem__(self, grid: Any) -> "Kernel":
         cores = grid[0] if isinstance(grid, tuple) and len(grid) == 1 else grid
         if cores not in (1, 2):
-            raise ValueError(f"grid {grid!r}: a launch grid is 1 or 2 (the physical cores of a logical NeuronCore)")
-        return Kernel(self.function, cores)  # type: ignore[arg-type]
+            raise ValueError(f"grid {grid!r}: a launch grid is 1 or 2, the physical cores of a logical NeuronCore")
+        return Kernel(self.function, int(cores))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _active:  # called from a kernel: part of it
+        if active:  # called from a kernel: part of it
             return self.function(*args, **kwargs)
         return run(self, *args, **kwargs).outputs
 
-    def __get__(self, instance: object, owner: type | None = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
+    def bind(self, args: tuple, kwargs: dict[str, Any]) -> inspect.BoundArguments:
+        """Arguments by name; refused where NKI's front ends would."""
+        signature = inspect.signature(self.function)
+        only = [n for n, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY]
+        bound = signature.bind(*args, **kwargs)
+        lists = [n for n, v in bound.arguments.items() if isinstance(v, list)]
+        if (only or lists) and not errors.compat:
+            found = f"keyword-only parameters {only}" if only else f"lists for {lists}; pass tuples"
+            refuse("signature", f"NKI kernels take no {found}", self.where)
+        return bound
+
+    @property
+    def where(self) -> Where | None:
+        """The kernel's first line."""
+        code = getattr(inspect.unwrap(self.function), "__code__", None)
+        return Where(code.co_filename, code.co_firstlineno, code.co_name) if code else None
 
 
-def jit(fn: Callable[..., Any] | None = None, **_: Any) -> Any:
-    """Decorate a kernel: @jit or @jit(...)."""
-    return jit if fn is None else fn if isinstance(fn, Kernel) else Kernel(fn)
-
-
-def simulate(kernel: Any, *, backend: str = "sim", order: str = "core0") -> Callable[..., Any]:
-    """A callable that runs the kernel on the CPU. Arrays of numpy or torch in, the same kind out; arrays that the kernel
-    writes are updated in place.
-
-    backend="nki" asks for AWS's own simulator, which must then be installed. `order` is for two cores: "core0", "core1",
-    "alternate", or "all", which runs every order and refuses results that differ.
-    """
-    if backend == "nki":
-        return _aws_simulator()(getattr(kernel, "function", kernel) if isinstance(kernel, Kernel) else kernel)
-    if backend != "sim":
-        raise ValueError(f"backend {backend!r}: 'sim' (this package) or 'nki' (AWS's simulator)")
-    return lambda *args, **kwargs: _run(kernel, args, kwargs, order).outputs
-
-
-def run(kernel: Any, *args: Any, **kwargs: Any) -> "Run":
-    """Simulate and keep everything: outputs, the program."""
-    return _run(kernel, args, kwargs, "core0")
-
-
-def _run(kernel: Any, args: tuple, kwargs: dict[str, Any], order: str) -> "Run":
-    return _trace(kernel, args, kwargs).run_in(order, args, kwargs)
-
-
-def trace(kernel: Any, specs: Sequence[Any] | dict[str, Any] = (), **compile_time: Any) -> "Program":
-    """Specialise a kernel: `specs` are its arguments, arrays given as Spec (or as anything with shape and dtype, whose values
-    are not looked at); what is no array is a compile-time argument."""
-    if isinstance(specs, dict):
-        return _trace(kernel, (), {**specs, **compile_time})
-    return _trace(kernel, tuple(specs), compile_time)
-
-
-@dataclass
-class Run:
+class Run(NamedTuple):
     """What a simulation gave."""
 
     outputs: Any
@@ -101,7 +79,7 @@ class Run:
 
 @dataclass
 class Program:
-    """A specialised kernel: instructions of each core, memory use, and `hash`, the identity of the compiled program."""
+    """A specialised kernel: the instructions of each core, memory use, and `hash`, the identity of the compiled program."""
 
     kernel: Kernel
     cores: list[CoreProgram]
@@ -114,230 +92,152 @@ class Program:
         """Core 0's instructions, each once, loops included."""
         return list(self.cores[0].instructions())
 
+    @property
+    def written(self) -> frozenset[tuple[int | str, int]]:
+        """Keys of the storages that some instruction writes."""
+        return frozenset(v.storage.key for c in self.cores for i in c.instructions() for v in i.writes)
+
     def text(self, core: int = 0) -> str:
-        """The program as text, one line an instruction."""
+        """The program, one line an instruction."""
         return "\n".join(self.cores[core].lines())
 
     def run(self, *args: Any, order: str = "core0", **kwargs: Any) -> Run:
         """Run the recorded program on arrays of the shapes and dtypes it was specialised for."""
-        return self.run_in(order, args, kwargs)
+        return self.execute(args, kwargs, order)
 
-    @property
-    def written(self) -> frozenset[tuple[int | str, int]]:
-        """Keys of the storages some instruction writes."""
-        return frozenset(v.storage.key for c in self.cores for i in c.instructions() for v in i.writes)
-
-    def run_in(self, order: str, args: tuple, kwargs: dict[str, Any], observe: "Recorder | None" = None) -> Run:
-        """run with an order and an observer."""
-        found = _signature(self.kernel, args, kwargs)
+    def execute(
+        self, args: tuple, kwargs: dict[str, Any], order: str = "core0", observe: "Recorder | None" = None
+    ) -> Run:
+        """run, with an observer of every instruction."""
+        bound = self.kernel.bind(args, kwargs)
+        found = describe(bound)
         if found != self.signature:
             raise ValueError(f"this program was specialised for {self.signature}; got {found}. Trace again")
         if order == "all":
             return self._every_order(args, kwargs)
         arrays: list[Any] = []
-        _walk(_bind(self.kernel, args, kwargs), lambda a: arrays.append(a) or a)
+        walk(bound, arrays.append)
         written = self.written
-        data = [_bytes(a, s.key in written) for a, s in zip(arrays, self.cores[0].inputs, strict=True)]
+        inputs = self.cores[0].inputs
+        data = [to_bytes(a, s.key in written) for a, s in zip(arrays, inputs, strict=True)]
         machine = Machine(self.cores, data, observe)
         machine.run(order)
-        torch_like = any(_is_torch(a) for a in arrays)
-        for array, storage, raw in zip(arrays, self.cores[0].inputs, data, strict=True):
+        for array, storage, raw in zip(arrays, inputs, data, strict=True):
             if storage.key in written:
-                _update(array, raw)
-        return Run(_outputs(self.cores[0].result, machine, torch_like), self)
+                store_back(array, raw)
+        return Run(_outputs(self.cores[0].result, machine, any(map(is_torch, arrays))), self)
 
     def _every_order(self, args: tuple, kwargs: dict[str, Any]) -> Run:
-        import copy
-
-        runs = [self.run_in(order, *copy.deepcopy((args, kwargs))) for order in ORDERS[1:]]
-        last = self.run_in(ORDERS[0], args, kwargs)
-        for order, other in zip(ORDERS[1:], runs, strict=True):
-            a, b = _flatten(last.outputs), _flatten(other.outputs)
-            for i, (x, y) in enumerate(zip(a, b, strict=True)):
-                if x.tobytes() != y.tobytes():
-                    refuse(
-                        "interleaving",
-                        f"output {i} differs between orders {ORDERS[0]} and {order} of the two cores: they race; separate their accesses with core_barrier",
-                        None,
-                    )
-        return last
+        runs = [self.execute(*copy.deepcopy((args, kwargs)), order) for order in ORDERS[1:]]
+        runs.append(self.execute(args, kwargs, ORDERS[0]))
+        results = [[to_bytes(x, False) for x in flatten(r.outputs)] for r in runs]
+        for order, other in zip(ORDERS[1:], results[:-1], strict=True):
+            same = [bool((x == y).all()) for x, y in zip(results[-1], other, strict=True)]
+            if not all(same):
+                found = f"output {same.index(False)} depends on which core is faster ({ORDERS[0]} against {order})"
+                refuse("interleaving", f"{found}; separate the cores' accesses with core_barrier", self.kernel.where)
+        return runs[-1]
 
 
-def _trace(kernel: Any, args: tuple, kwargs: dict[str, Any]) -> Program:
+def jit(fn: Callable[..., Any] | None = None, **_: Any) -> Any:
+    """Decorate a kernel: @jit or @jit(...)."""
+    return jit if fn is None else fn if isinstance(fn, Kernel) else Kernel(fn)
+
+
+def simulate(kernel: Any, *, backend: str = "sim", order: str = "core0") -> Callable[..., Any]:
+    """A callable that runs the kernel on the CPU: numpy or torch in, the same out; arrays the kernel writes are updated.
+
+    backend="nki" asks for AWS's own simulator, which must then be installed. With two cores, `order` is "core0", "core1",
+    "alternate", or "all", which runs every order and refuses results that differ.
+    """
+    if backend == "nki":
+        return _aws_simulate()(kernel.function if isinstance(kernel, Kernel) else kernel)  # type: ignore[no-any-return]
+    if backend != "sim":
+        raise ValueError(f"backend {backend!r}: 'sim' (this package) or 'nki' (AWS's simulator)")
+    return lambda *args, **kwargs: specialise(kernel, args, kwargs).execute(args, kwargs, order).outputs
+
+
+def run(kernel: Any, *args: Any, **kwargs: Any) -> Run:
+    """Simulate; outputs and the program that ran."""
+    return specialise(kernel, args, kwargs).execute(args, kwargs)
+
+
+def trace(kernel: Any, specs: Sequence[Any] | dict[str, Any] = (), **compile_time: Any) -> Program:
+    """Specialise a kernel: `specs` are its arguments in order or by name, arrays as Spec (or anything with shape and dtype;
+    values are not looked at), and whatever is no array is a compile-time argument."""
+    if isinstance(specs, dict):
+        return specialise(kernel, (), {**specs, **compile_time})
+    return specialise(kernel, tuple(specs), compile_time)
+
+
+def specialise(kernel: Any, args: tuple, kwargs: dict[str, Any]) -> Program:
+    """Trace a kernel once for each core."""
     kernel = jit(kernel)
     wanted = os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE", "")
     if wanted not in TARGETS:
         raise NotImplementedError(f"target: NEURON_PLATFORM_TARGET_OVERRIDE={wanted}; this simulator models trn2 only")
-    target = TARGETS[wanted]
-    count = kernel.cores or 1
-    cores = []
-    for core in range(count):
-        with tracing(Tracer(core, count, target)) as tracer:
-            bound = _bind(kernel, args, kwargs)
-
-            def declare(array: Any) -> NkiTensor:
-                shape = tuple(int(n) for n in array.shape)
-                if not shape or min(shape) < 1:
-                    raise ValueError(f"argument of shape {shape}: tensors have at least one element and one dimension")
-                view = tracer.allocate(shape, as_dtype(array.dtype), MemoryRegion.shared_hbm, "input")  # noqa: B023
-                tracer.inputs.append(view.storage)  # noqa: B023
-                return view
-
-            bound = _walk(bound, declare)
-            cores.append(tracer.finish(kernel.function(*bound.args, **bound.kwargs)))
-    _same_on_both(cores)
-    _check_result(cores[0].result, cores[0].inputs, kernel)
-    usage = plan(cores)
-    return Program(kernel, cores, usage, _signature(kernel, args, kwargs), digest(cores, target))
-
-
-def _same_on_both(cores: list[CoreProgram]) -> None:
-    """Both cores run one program: the same instructions and loops, though each on its own addresses."""
-    if len(cores) == 1:
-        return
-    for a, b in zip(*(list(c.instructions()) for c in cores), strict=False):
-        if a.op != b.op:
-            return  # static differences by program_id are allowed; what must agree is checked where the cores meet
-    shared = [{s.key: (s.shape, s.dtype) for s in c.block.storages if s.key[0] == "shared"} for c in cores]
-    for key in shared[0].keys() & shared[1].keys():
-        if shared[0][key] != shared[1][key]:
-            refuse(
-                "divergence",
-                f"shared_hbm tensor {key[1]} is {shared[0][key]} on core 0 and {shared[1][key]} on core 1; both must allocate the same tensors in the same order",
-                None,
-            )
-
-
-def _check_result(result: Any, inputs: list[Any], kernel: Kernel) -> None:
-    code = kernel.function.__code__ if hasattr(kernel.function, "__code__") else None
-    where = Where(code.co_filename, code.co_firstlineno, code.co_name) if code else kernel_line()
-    for view in _flatten(result):
+    bound = kernel.bind(args, kwargs)
+    cores = [_trace_core(kernel, bound, core) for core in range(kernel.cores)]
+    _share(cores)
+    for view in flatten(cores[0].result):
         if isinstance(view, NkiTensor) and view.buffer is not MemoryRegion.shared_hbm:
             refuse(
-                "output",
-                f"the kernel returns {view.storage}; outputs must be allocated with buffer=nl.shared_hbm",
-                where,
+                "output", f"the kernel returns {view.storage}; allocate outputs with buffer=nl.shared_hbm", kernel.where
             )
+    return Program(kernel, cores, plan(cores), describe(bound), digest(cores, TARGETS[wanted]))
 
 
-# -- arguments --------------------------------------------------------------------------------------------------------
-def _bind(kernel: Kernel, args: tuple, kwargs: dict[str, Any]) -> inspect.BoundArguments:
-    return inspect.signature(kernel.function).bind(*args, **kwargs)
+def _trace_core(kernel: Kernel, bound: inspect.BoundArguments, core: int) -> CoreProgram:
+    with tracing(Tracer(core, kernel.cores)) as tracer:
 
-
-def _is_array(value: Any) -> bool:
-    return (
-        hasattr(value, "shape")
-        and hasattr(value, "dtype")
-        and not isinstance(value, (NkiTensor, np.generic))
-        and not isinstance(value, type)
-    )
-
-
-def _is_torch(value: Any) -> bool:
-    return type(value).__module__.split(".")[0] == "torch" and hasattr(value, "detach")
-
-
-def _walk(value: Any, replace: Callable[[Any], Any]) -> Any:
-    """`value` with every array in it replaced, containers and configuration objects rebuilt around them."""
-    if _is_array(value):
-        return replace(value)
-    if isinstance(value, inspect.BoundArguments):
-        new = inspect.BoundArguments(value.signature, type(value.arguments)())
-        new.arguments.update({k: _walk(v, replace) for k, v in value.arguments.items()})
-        return new
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_walk(v, replace) for v in value)
-    if isinstance(value, dict):
-        return {k: _walk(v, replace) for k, v in value.items()}
-    inner = getattr(value, "__dict__", None)
-    if isinstance(inner, dict) and not callable(value) and any(_is_array(v) for v in inner.values()):
-        new = object.__new__(type(value))
-        new.__dict__.update({k: _walk(v, replace) for k, v in inner.items()})
-        return new
-    return value
-
-
-def _signature(kernel: Kernel, args: tuple, kwargs: dict[str, Any]) -> str:
-    def describe(array: Any) -> Any:
-        return f"{tuple(array.shape)}:{as_dtype(array.dtype)}"
-
-    return str(dict(_walk(_bind(kernel, args, kwargs), describe).arguments))
-
-
-def _flatten(result: Any) -> list[Any]:
-    if result is None:
-        return []
-    if isinstance(result, dict):
-        return [x for v in result.values() for x in _flatten(v)]
-    if isinstance(result, (list, tuple)):
-        return [x for v in result for x in _flatten(v)]
-    return [result]
-
-
-def _bytes(array: Any, copy: bool) -> np.ndarray:
-    """An argument's bytes; a copy when the kernel writes it."""
-    if _is_torch(array):
-        array = array.detach().cpu().contiguous()
-        if str(array.dtype).removeprefix("torch.") not in np.sctypeDict:
-            array = array.view(getattr(sys.modules["torch"], f"uint{8 * array.itemsize}"))
-        array = array.numpy()
-    if not isinstance(array, np.ndarray):
-        raise TypeError(f"an argument must be a numpy array or a torch tensor to be run; got {array!r}")
-    raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return raw.copy() if copy else raw
-
-
-def _update(array: Any, raw: np.ndarray) -> None:
-    if _is_torch(array):
-        array.copy_(_torch(raw, DType(str(array.dtype).removeprefix("torch.")), tuple(array.shape)))
-    elif array.flags.writeable:
-        array[...] = raw.view(array.dtype).reshape(array.shape)
-    else:
-        raise ValueError("the kernel writes to an argument that is read-only; pass a writable array")
-
-
-def _torch(raw: np.ndarray, dtype: DType, shape: tuple[int, ...]) -> Any:
-    torch = sys.modules["torch"]
-    if not hasattr(torch, dtype):
-        raise TypeError(f"output dtype {dtype} does not exist in torch; convert it in the kernel or pass numpy arrays")
-    return torch.from_numpy(raw.copy()).view(getattr(torch, dtype)).reshape(shape)
-
-
-def _outputs(result: Any, machine: Machine, torch_like: bool) -> Any:
-    def convert(view: Any) -> Any:
-        if not isinstance(view, NkiTensor):
+        def declare(array: Any) -> NkiTensor:
+            shape = tuple(int(n) for n in array.shape)
+            if not shape or min(shape) < 1:
+                raise ValueError(f"an argument of shape {shape}: a tensor has at least one dimension and no empty one")
+            view = tracer.allocate(shape, as_dtype(array.dtype), MemoryRegion.shared_hbm, "argument")
+            tracer.inputs.append(view.storage)
             return view
-        cell = machine.cell(view.storage)
-        if cell.written is not None:
-            part = cell.over(cell.written, view, view.offset)
-            if not part.all():
-                first = tuple(int(i) for i in np.argwhere(~part)[0][: view.ndim])
+
+        given = walk(bound, declare)
+        return tracer.finish(kernel.function(*given.args, **given.kwargs))
+
+
+def _share(cores: list[CoreProgram]) -> None:
+    """Shared HBM tensors are one tensor on both cores."""
+    first, *others = [{s.key: s for s in c.block.storages if s.key[0] == "shared"} for c in cores]
+    for key, a in first.items():
+        for b in (other[key] for other in others if key in other):
+            if (a.shape, a.dtype) != (b.shape, b.dtype):
                 refuse(
-                    "unwritten-output",
-                    f"{int(part.size - np.count_nonzero(part))} of {part.size} elements of output {view.storage} were never written, first at {first}",
-                    view.storage.where,
+                    "divergence", f"core 0 allocates {a} where core 1 allocates {b}; both must make the same tensors"
                 )
-        array = np.ascontiguousarray(cell.array(view, view.offset))
-        return _torch(array.reshape(-1).view(np.uint8), view.dtype, view.shape) if torch_like else array.copy()
+            a.unit = b.unit = min(a.unit, b.unit)
 
+
+def _outputs(result: Any, machine: Machine, torch: bool) -> Any:
     if isinstance(result, dict):
-        return {k: _outputs(v, machine, torch_like) for k, v in result.items()}
+        return {k: _outputs(v, machine, torch) for k, v in result.items()}
     if isinstance(result, (list, tuple)):
-        return type(result)(_outputs(v, machine, torch_like) for v in result)
-    return convert(result)
+        return type(result)(_outputs(v, machine, torch) for v in result)
+    if not isinstance(result, NkiTensor):
+        return result
+    cell, storage = machine.cell(result.storage), result.storage
+    if cell.written is not None:
+        part = cell.over(cell.written, result, result.offset)
+        if not part.all():
+            refuse("unwritten-output", f"{holes(part, result)} of output {storage} were never written", storage.where)
+    array = np.ascontiguousarray(cell.array(result, result.offset))
+    return to_torch(array.reshape(-1).view(np.uint8), result.dtype, result.shape) if torch else array.copy()
 
 
-def _aws_simulator() -> Callable[..., Any]:
+def _aws_simulate() -> Callable[..., Any]:
     try:
         import nki.isa  # noqa: F401
         from nki import simulate as theirs
     except ImportError:
-        raise ModuleNotFoundError(
-            "backend='nki' needs AWS's nki package (the neuronx wheels); PyPI's nki is a placeholder"
-        ) from None
+        raise ModuleNotFoundError("backend='nki' needs AWS's nki package; the one on PyPI is a placeholder") from None
     if theirs is simulate:
         raise ModuleNotFoundError(
-            "backend='nki': `nki` is this simulator's alias here (nki_sim.install), AWS's package is not installed"
+            "backend='nki': `nki` is this simulator here (nki_sim.install); AWS's is not installed"
         )
     return theirs  # type: ignore[no-any-return]

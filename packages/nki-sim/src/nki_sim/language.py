@@ -7,17 +7,16 @@ from typing import Any, NoReturn
 import numpy as np
 
 from nki_sim import dtypes, limits
-from nki_sim.dtypes import DType, as_dtype
+from nki_sim.dtypes import NUMPY, DType, as_dtype
 from nki_sim.errors import refuse, unsupported
-from nki_sim.memory import check_address
-from nki_sim.ops import OPS, Op
+from nki_sim.memory import CAPACITY, check_address
+from nki_sim.ops import OPS
 from nki_sim.program import tracer
-from nki_sim.rules import rule
+from nki_sim.rules import INSTRUCTIONS
 from nki_sim.tensor import DynamicSlice, MemoryRegion, NkiTensor, VirtualRegister
 
-sbuf, psum = MemoryRegion.sbuf, MemoryRegion.psum
+sbuf, psum, hbm = MemoryRegion.sbuf, MemoryRegion.psum, MemoryRegion.private_hbm
 private_hbm, shared_hbm = MemoryRegion.private_hbm, MemoryRegion.shared_hbm
-hbm = private_hbm
 ds = DynamicSlice
 affine_range = sequential_range = static_range = range
 globals().update(OPS)
@@ -32,7 +31,7 @@ class NKIObject:
         self.__dict__.update(kwargs)
 
 
-class _TileSize(NKIObject):
+class tile_size:
     """Sizes of trn2."""
 
     pmax = limits.PARTITIONS
@@ -43,12 +42,9 @@ class _TileSize(NKIObject):
     gemm_stationary_fmax = limits.STATIONARY_FREE
     gemm_moving_fmax = limits.MOVING_FREE
     bn_stats_fmax = limits.BN_STATS_FREE
-    sbuf_fmax_bytes = total_available_sbuf_size = limits.SBUF_BYTES - limits.SBUF_RESERVED
+    sbuf_fmax_bytes = total_available_sbuf_size = CAPACITY[sbuf]
     sbuf_fmax = sbuf_fmax_bytes // 4
     sbuf_size_bytes = limits.PARTITIONS * limits.SBUF_BYTES
-
-
-tile_size = _TileSize()
 
 
 def is_hbm(buffer: MemoryRegion) -> bool:
@@ -71,49 +67,39 @@ def is_sbuf(buffer: MemoryRegion) -> bool:
     return buffer is sbuf
 
 
-def ndarray(
-    shape: Any, dtype: Any, buffer: MemoryRegion = sbuf, name: str = "", address: tuple[int, int] | None = None
-) -> NkiTensor:
+def ndarray(shape: Any, dtype: Any, buffer: MemoryRegion = sbuf, name: str = "", address: Any = None) -> NkiTensor:
     """A new tensor, nothing written in it. On chip dimension 0 is the partition; `address` is (partition, byte)."""
     sizes = tuple(int(n) for n in (shape if isinstance(shape, (tuple, list)) else (shape,)))
-    kind = as_dtype(dtype)
-    if not sizes or min(sizes) < 1:
-        raise ValueError(f"shape: nl.ndarray({sizes}) is empty; every dimension is at least 1")
+    what = f"nl.ndarray({sizes}, {dtype}, {getattr(buffer, 'value', buffer)})"
     if not isinstance(buffer, MemoryRegion):
-        raise TypeError(f"buffer {buffer!r}: use nl.sbuf, nl.psum, nl.hbm or nl.shared_hbm")
-    if buffer.on_chip:
-        rule(
-            len(sizes) >= 2,
+        raise TypeError(f"{what}: the buffer is one of nl.sbuf, nl.psum, nl.hbm, nl.shared_hbm")
+    if not sizes or min(sizes) < 1:
+        raise ValueError(f"shape: {what} is empty; every dimension is at least 1")
+    if buffer.on_chip and len(sizes) < 2:
+        refuse(
             "shape",
-            lambda: (
-                f"nl.ndarray({sizes}, {buffer.value}): on-chip tensors have a partition and at least one free dimension; use ({sizes[0]}, 1)"
-            ),
+            f"{what}: an on-chip tensor has a partition and a free dimension; use ({sizes[0]}, 1) or (1, {sizes[0]})",
         )
-        rule(
-            sizes[0] <= limits.PARTITIONS,
-            "partitions",
-            lambda: (
-                f"nl.ndarray({sizes}, {buffer.value}): {sizes[0]} partitions; there are {limits.PARTITIONS}. Split dimension 0 into tiles"
-            ),
-        )
-    elif address is not None:
-        raise ValueError("address: only SBUF and PSUM tensors can be placed")
-    tensor = tracer().allocate(sizes, kind, buffer, name or "", tuple(address) if address is not None else None)
-    if address is not None:
+    if buffer.on_chip and sizes[0] > limits.PARTITIONS:
+        refuse("partitions", f"{what}: {sizes[0]} partitions of {limits.PARTITIONS}; split dimension 0 into tiles")
+    if address is not None and not buffer.on_chip:
+        raise ValueError(f"address: {what}: only SBUF and PSUM tensors can be placed")
+    place = tuple(address) if address is not None else None
+    tensor = tracer().allocate(sizes, as_dtype(dtype), buffer, name or "", place)
+    if buffer.on_chip:
         check_address(tensor.storage)
-    if buffer is psum:
-        rule(
-            tensor.storage.pitch <= limits.PSUM_BANKS * limits.PSUM_BANK_BYTES,
-            "capacity",
-            lambda: (
-                f"{tensor.storage} needs {tensor.storage.pitch} bytes per partition; PSUM has {limits.PSUM_BANKS} banks of {limits.PSUM_BANK_BYTES}"
-            ),
-        )
+    return tensor
+
+
+def full(shape: Any, fill_value: float, dtype: Any, buffer: MemoryRegion = sbuf, name: str = "") -> NkiTensor:
+    """A new on-chip tensor holding one value (ndarray and memset)."""
+    tensor = ndarray(shape, dtype, buffer, name)
+    INSTRUCTIONS["memset"](tensor, fill_value)
     return tensor
 
 
 def zeros(shape: Any, dtype: Any, buffer: MemoryRegion = sbuf, name: str = "") -> NkiTensor:
-    """A new tensor of zeros (ndarray and memset)."""
+    """A new tensor of zeros."""
     return full(shape, 0, dtype, buffer, name)
 
 
@@ -122,29 +108,16 @@ def ones(shape: Any, dtype: Any, buffer: MemoryRegion = sbuf, name: str = "") ->
     return full(shape, 1, dtype, buffer, name)
 
 
-def full(shape: Any, fill_value: float, dtype: Any, buffer: MemoryRegion = sbuf, name: str = "") -> NkiTensor:
-    """A new on-chip tensor holding one value."""
-    from nki_sim.isa import memset
-
-    tensor = ndarray(shape, dtype, buffer, name)
-    memset(tensor, fill_value)
-    return tensor
-
-
 def load(src: NkiTensor, dtype: Any = None) -> NkiTensor:
     """A new SBUF tile with the values of an HBM tensor (ndarray and dma_copy)."""
-    from nki_sim.isa import dma_copy
-
     tensor = ndarray(src.shape if src.ndim > 1 else (1, *src.shape), dtype or src.dtype)
-    dma_copy(tensor, src)
+    INSTRUCTIONS["dma_copy"](tensor, src)
     return tensor
 
 
 def store(dst: NkiTensor, value: NkiTensor) -> None:
     """Copy an SBUF tile to HBM (dma_copy)."""
-    from nki_sim.isa import dma_copy
-
-    dma_copy(dst, value)
+    INSTRUCTIONS["dma_copy"](dst, value)
 
 
 def shared_constant(constant: Any) -> NkiTensor:
@@ -155,19 +128,14 @@ def shared_constant(constant: Any) -> NkiTensor:
 
 def shared_identity_matrix(n: int, dtype: Any = "uint8", dst: NkiTensor | None = None) -> NkiTensor:
     """An n x n identity in SBUF."""
-    from nki_sim.isa import dma_copy
-
-    kind = as_dtype(dtype)
-    tile = dst if dst is not None else ndarray((n, n), kind, sbuf)
-    dma_copy(tile, shared_constant(np.eye(n, dtype=dtypes.NUMPY[kind])))
+    tile = dst if dst is not None else ndarray((n, n), dtype)
+    INSTRUCTIONS["dma_copy"](tile, shared_constant(np.eye(n, dtype=NUMPY[as_dtype(dtype)])))
     return tile
 
 
 def device_print(print_prefix: str, tensor: NkiTensor) -> None:
     """Print a tensor's values when the program gets there."""
-    from nki_sim.isa.control import device_print as instruction
-
-    instruction(tensor, print_prefix)
+    INSTRUCTIONS["device_print"](print_prefix, tensor)
 
 
 def program_id(axis: int = 0) -> int:
@@ -182,30 +150,23 @@ def num_programs(axes: int = 0) -> int:
 
 def program_ndim() -> int:
     """Dimensions of the launch grid: 1 on two cores, else 0."""
-    return 1 if tracer().cores > 1 else 0
+    return int(tracer().cores > 1)
 
 
-def _bounds(what: str, lower: Any, upper: Any, step: Any) -> None:
+def _bounds(lower: Any, upper: Any, step: Any) -> None:
     if not isinstance(step, int) or step < 1:
-        refuse("loop", f"{what}: step must be a positive compile-time integer; got {step!r}")
-    for bound in (lower, upper):
-        if not isinstance(bound, (int, VirtualRegister)):
-            raise TypeError(
-                f"{what}: bounds are integers or registers (nisa.register_load puts a tensor's value in one); got {bound!r}"
-            )
+        refuse("loop", f"the step of a device loop is a positive compile-time integer; got {step!r}")
+    if not all(isinstance(b, (int, VirtualRegister)) for b in (lower, upper)):
+        found = f"got {lower!r} and {upper!r}"
+        raise TypeError(f"loop bounds are integers or registers (nisa.register_load puts a value in one); {found}")
 
 
-def fori_loop(
-    lower: int | VirtualRegister,
-    upper: int | VirtualRegister,
-    body_fun: Callable[[VirtualRegister], None],
-    step: int = 1,
-) -> None:
+def fori_loop(lower: Any, upper: Any, body_fun: Callable[[VirtualRegister], None], step: int = 1) -> None:
     """A loop on the device: body_fun(i) is traced once, with the counter in a register."""
-    _bounds("fori_loop", lower, upper, step)
+    _bounds(lower, upper, step)
     with tracer().loop(lower=lower, upper=upper, step=step) as loop:
         if body_fun(loop.counter) is not None:
-            refuse("loop", "fori_loop: the body returned a value; carried state goes through SBUF or HBM")
+            refuse("loop", "a fori_loop body returns nothing; carried state goes through SBUF or HBM")
 
 
 def while_loop(init: VirtualRegister, body_fun: Callable[[VirtualRegister], VirtualRegister]) -> None:
@@ -215,19 +176,19 @@ def while_loop(init: VirtualRegister, body_fun: Callable[[VirtualRegister], Virt
     with tracer().loop(condition=init) as loop:
         loop.result = body_fun(loop.counter)
         if not isinstance(loop.result, VirtualRegister):
-            refuse("loop", f"while_loop: the body must return the next condition register; got {loop.result!r}")
+            refuse("loop", f"a while_loop body returns the next condition register; got {loop.result!r}")
 
 
 def dynamic_range(start: Any, stop: Any = None, step: int = 1) -> Iterator[VirtualRegister]:
     """NKI 0.6's form of fori_loop: `for i in nl.dynamic_range(n)` runs its body on the device (0.7 removed it)."""
     start, stop = (0, start) if stop is None else (start, stop)
-    _bounds("dynamic_range", start, stop, step)
+    _bounds(start, stop, step)
     with tracer().loop(lower=start, upper=stop, step=step) as loop:
         try:
             yield loop.counter
         except GeneratorExit:
             refuse(
-                "loop", "a dynamic_range body cannot break, return or raise: it is traced once and runs on the device"
+                "loop", "a dynamic_range body is traced once and runs on the device: it cannot break, return or raise"
             )
 
 
@@ -235,7 +196,3 @@ def __getattr__(name: str) -> NoReturn:
     if name.startswith("__"):
         raise AttributeError(name)
     unsupported(f"nl.{name}", "not modelled by nki-sim")
-
-
-def __dir__() -> list[str]:
-    return sorted(n for n, v in globals().items() if not n.startswith("_") and not isinstance(v, Op) or n in OPS)

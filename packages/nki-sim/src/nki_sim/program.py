@@ -18,15 +18,12 @@ from nki_sim.limits import REGISTERS
 from nki_sim.ops import Op
 from nki_sim.tensor import MemoryRegion, NkiTensor, Storage, VirtualRegister, whole
 
-__all__ = ["Block", "CoreProgram", "Instr", "Loop", "Tracer", "tracer"]
-
-Operand = NkiTensor | VirtualRegister | float | None
+__all__ = ["Block", "CoreProgram", "Instr", "Loop", "Tracer", "digest", "tracer", "tracing"]
 
 
 @dataclass(eq=False, slots=True)
 class Instr:
-    """One instruction. `compute` maps the arrays of `reads` to those of `writes`; `special` instructions drive the machine
-    themselves. `after` holds what depends_on added."""
+    """One instruction. `compute` maps the arrays of `reads` to those of `writes`; a `special` one drives the machine."""
 
     op: str
     engine: str
@@ -34,20 +31,18 @@ class Instr:
     reads: tuple[NkiTensor, ...]
     writes: tuple[NkiTensor, ...]
     where: Where | None
-    compute: Callable[..., Any]
+    compute: Callable[..., Any] | None
     special: bool = False
-    depth: int = 0
+    loops: tuple["Block", ...] = ()
     number: int = 0
     after: list["Instr"] = field(default_factory=list)
 
     def depends_on(self, *producers: "Instr") -> "Instr":
-        """Run after these as well; a dependency may not cross a dynamic loop's edge."""
+        """Run after these as well; a dependency may not lead into or out of a dynamic loop."""
         for producer in producers:
-            if producer.depth > self.depth:
-                refuse(
-                    "depends-on",
-                    f"{self.op} depends on {producer.op} inside a dynamic loop it is not in; order them through a tensor",
-                )
+            inside = self.loops[: len(producer.loops)] == producer.loops
+            if not inside:
+                refuse("depends-on", f"{self.op} depends on {producer.op}, which is in a dynamic loop it is not in")
         self.after.extend(producers)
         return self
 
@@ -60,10 +55,17 @@ class Block:
     storages: list[Storage] = field(default_factory=list)
     frees: dict[int, list[Storage]] = field(default_factory=dict)
 
+    def blocks(self) -> "Iterator[Block]":
+        """This block and those of its loops."""
+        yield self
+        for item in self.items:
+            if isinstance(item, Loop):
+                yield from item.body.blocks()
+
 
 @dataclass(eq=False)
 class Loop:
-    """A loop on the device. `counter` counts from lower to upper by step; without bounds it is a condition, replaced by
+    """A loop on the device. `counter` goes from lower to upper by step; with a `condition` it holds that instead, becomes
     `result` after each pass, and the loop ends when it is zero."""
 
     counter: VirtualRegister
@@ -83,29 +85,30 @@ class CoreProgram:
     core: int
     block: Block
     inputs: list[Storage]
-    result: Any = None
-
-    def lines(self) -> Iterator[str]:
-        """The program as text, one line an instruction: what is hashed, and what to read when two programs differ."""
-        names: dict[int, str] = {}
-        yield from _lines(self.block, names, "")
+    result: Any
 
     def instructions(self) -> Iterator[Instr]:
         """Every instruction once, loops included."""
-        yield from _instructions(self.block)
+        for block in self.block.blocks():
+            yield from (item for item in block.items if isinstance(item, Instr))
+
+    def lines(self) -> Iterator[str]:
+        """The program as text, one line an instruction: what is hashed, and what to read when two programs differ."""
+        yield from _lines(self.block, "")
+        yield f"return {_text(self.result)}"
 
 
 class Tracer:
     """Records one core's program while the kernel's Python runs."""
 
-    def __init__(self, core: int, cores: int, target: str) -> None:
-        self.core, self.cores, self.target = core, cores, target
+    def __init__(self, core: int, cores: int) -> None:
+        self.core, self.cores = core, cores
         self.blocks = [Block()]
-        self.counts = {"shared": 0, core: 0}
+        self.counts: dict[int | str, int] = {"shared": 0, core: 0}
         self.registers = self.instructions = 0
         self.inputs: list[Storage] = []
         self.home: dict[tuple[int | str, int], Block] = {}  # storage key -> the block that allocated it
-        self.matmul_base: set[tuple[int | str, int]] = set()
+        self.matmul_base: set[tuple[int | str, int]] = set()  # PSUM tensors some matmul wrote
 
     @property
     def depth(self) -> int:
@@ -116,25 +119,16 @@ class Tracer:
         shape: Any,
         dtype: Any,
         buffer: MemoryRegion,
-        name: str = "",
+        name: str,
         address: Any = None,
         constant: np.ndarray | None = None,
     ) -> NkiTensor:
-        scope: int | str = "shared" if buffer is MemoryRegion.shared_hbm else self.core
-        storage = Storage(
-            (scope, self.counts[scope]),
-            shape,
-            dtype,
-            buffer,
-            name,
-            kernel_line(),
-            address,
-            constant,
-            unit=dtype.itemsize,
-        )
+        shared = buffer is MemoryRegion.shared_hbm
+        scope: int | str = "shared" if shared else self.core
+        key = (scope, self.counts[scope])
+        storage = Storage(key, shape, dtype, buffer, name, kernel_line(), address, constant, unit=dtype.itemsize)
         self.counts[scope] += 1
-        block = self.blocks[0 if buffer is MemoryRegion.shared_hbm else -1]
-        self.home[storage.key] = block
+        self.home[key] = block = self.blocks[0 if shared else -1]
         block.storages.append(storage)
         return whole(storage)
 
@@ -143,7 +137,7 @@ class Tracer:
         return VirtualRegister(self.registers)
 
     def emit(self, instr: Instr) -> Instr:
-        instr.depth, instr.number = self.depth, self.instructions
+        instr.loops, instr.number = tuple(self.blocks[1:]), self.instructions
         self.instructions += 1
         for view in (*instr.reads, *instr.writes):
             self._touch(view)
@@ -154,11 +148,8 @@ class Tracer:
         storage = view.storage
         block = self.home.get(storage.key)
         if block not in self.blocks:
-            refuse(
-                "scope",
-                f"{storage} was allocated inside a dynamic loop and is used outside; allocate it before the loop",
-            )
-        at = len(block.items)  # type: ignore[union-attr]  # inside a loop: the loop's own position in the allocating block
+            refuse("scope", f"{storage} was allocated in a dynamic loop that has ended; allocate it before the loop")
+        at = len(block.items) if block else 0  # inside a loop: the loop's own position in the allocating block
         storage.first = at if storage.first is None else storage.first
         storage.last = at
         storage.unit = min(storage.unit, view.dtype.itemsize)
@@ -170,10 +161,7 @@ class Tracer:
         """Record what happens inside once, as a loop's body."""
         loop = Loop(self.register(), Block(), kernel_line(), **bounds)
         if self.depth >= REGISTERS:
-            refuse(
-                "registers",
-                f"dynamic loops nested {self.depth + 1} deep need more than the {REGISTERS} registers of an engine",
-            )
+            refuse("registers", f"loops nested {self.depth + 1} deep need more than an engine's {REGISTERS} registers")
         self.blocks.append(loop.body)
         try:
             yield loop
@@ -182,33 +170,33 @@ class Tracer:
         self.blocks[-1].items.append(loop)
 
     def finish(self, result: Any) -> CoreProgram:
-        for block in _blocks(self.blocks[0]):
+        for block in self.blocks[0].blocks():
             for storage in block.storages:
                 if storage.last is not None and storage.buffer is not MemoryRegion.shared_hbm:
                     block.frees.setdefault(storage.last, []).append(storage)
         return CoreProgram(self.core, self.blocks[0], self.inputs, result)
 
 
-_active: list[Tracer] = []
+active: list[Tracer] = []
 
 
 def tracer() -> Tracer:
     """The running trace; instructions outside a kernel are refused."""
-    if not _active:
+    if not active:
         raise RuntimeError(
-            "no kernel is being traced: call @nki.jit kernels with k[1](...), simulate(k)(...) or trace(k, specs)"
+            "no kernel is running: use k[1](...), simulate(k)(...) or trace(k, specs) of an @nki.jit kernel"
         )
-    return _active[-1]
+    return active[-1]
 
 
 @contextmanager
 def tracing(new: Tracer) -> Iterator[Tracer]:
     """Make `new` the running trace."""
-    _active.append(new)
+    active.append(new)
     try:
         yield new
     finally:
-        _active.pop()
+        active.pop()
 
 
 def digest(cores: list[CoreProgram], target: str) -> str:
@@ -217,59 +205,31 @@ def digest(cores: list[CoreProgram], target: str) -> str:
     for core in cores:
         for line in core.lines():
             text.update(line.encode() + b"\n")
-        text.update(repr(_canonical(core.result, {})).encode())
     return text.hexdigest()
 
 
-def _blocks(block: Block) -> Iterator[Block]:
-    yield block
-    for item in block.items:
-        if isinstance(item, Loop):
-            yield from _blocks(item.body)
-
-
-def _instructions(block: Block) -> Iterator[Instr]:
-    for item in block.items:
-        if isinstance(item, Loop):
-            yield from _instructions(item.body)
-        else:
-            yield item
-
-
-def _lines(block: Block, names: dict[int, str], indent: str) -> Iterator[str]:
-    for storage in block.storages:
-        names[id(storage)] = name = f"%{storage.key[0]}.{storage.key[1]}"
-        extra = f" at {storage.address}" if storage.address else ""
-        if storage.constant is not None:
-            extra += " = " + hashlib.sha256(storage.constant.tobytes()).hexdigest()
-        yield f"{indent}{name} = {storage.buffer.value} {storage.shape} {storage.dtype}{extra}"
+def _lines(block: Block, indent: str) -> Iterator[str]:
+    for s in block.storages:
+        extra = f" at {s.address}" if s.address else ""
+        extra += f" = {hashlib.sha256(s.constant.tobytes()).hexdigest()}" if s.constant is not None else ""
+        yield f"{indent}%{s.key[0]}.{s.key[1]} = {s.buffer.value} {s.shape} {s.dtype}{extra}"
     for item in block.items:
         if isinstance(item, Instr):
-            args = ", ".join(f"{k}={_canonical(v, names)}" for k, v in item.args.items() if v is not None)
-            after = "".join(f" after {p.number}" for p in item.after)
-            yield f"{indent}{item.engine} {item.op}({args}){after}"
+            args = ", ".join(f"{k}={_text(v)}" for k, v in item.args.items() if v is not None)
+            yield f"{indent}{item.engine} {item.op}({args})" + "".join(f" after {p.number}" for p in item.after)
             continue
-        bounds = (
-            f"while {item.condition} -> {item.result}"
-            if item.condition
-            else f"for {item.counter} in {item.lower}, {item.upper}, {item.step}"
-        )
-        yield f"{indent}{bounds}:"
-        yield from _lines(item.body, names, indent + "  ")
+        bounds = f"for {item.counter} in {item.lower}, {item.upper}, {item.step}"
+        yield indent + (f"while {item.condition} -> {item.result} as {item.counter}" if item.condition else bounds)
+        yield from _lines(item.body, indent + "  ")
 
 
-def _canonical(value: Any, names: dict[int, str]) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, NkiTensor):
-        index = value.indirect_index
-        extra = f" +{index.kind}:{_canonical(index.source, names)}*{index.scale}@{index.dim}" if index else ""
-        key = value.storage.key
-        return f"%{key[0]}.{key[1]}[{value.offset}; {value.get_pattern()} {value.dtype}{extra}]"
+        i, key = value.indirect_index, value.storage.key
+        extra = f" + {i.kind} {_text(i.source)} * {i.scale}" if i else ""
+        return f"%{key[0]}.{key[1]}[{value.offset}: {value.get_pattern()} {value.dtype}{extra}]"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_canonical(v, names) for v in value) + "]"
+        return "[" + ", ".join(map(_text, value)) + "]"
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{k}: {_canonical(v, names)}" for k, v in value.items()) + "}"
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, Op):
-        return value.name
-    return repr(value)
+        return "{" + ", ".join(f"{k}: {_text(v)}" for k, v in value.items()) + "}"
+    return value.name if isinstance(value, (Enum, Op)) else repr(value)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nki_sim.cost import Model
-from nki_sim.kernel import Program, _trace
+from nki_sim.kernel import Program, specialise
 from nki_sim.memory import CAPACITY, Usage
 from nki_sim.schedule import Event, Recorder, schedule
 from nki_sim.tensor import MemoryRegion
@@ -26,7 +26,9 @@ class CoreReport:
     useful_ns: float = 0.0
     transpose_ns: float = 0.0
     dma_bytes: Counter[str] = field(default_factory=Counter)
-    descriptors: Counter[int] = field(default_factory=Counter)  # size in bytes, rounded down to a power of two -> how many
+    descriptors: Counter[int] = field(
+        default_factory=Counter
+    )  # size in bytes, rounded down to a power of two -> how many
     instructions: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -100,7 +102,14 @@ class Report:
         ]
         times = {"ideal_ns": self.ideal_ns, "serial_ns": self.serial_ns, "scheduled_ns": self.scheduled_ns}
         memory = {"sbuf_bytes": self.usage.sbuf, "psum_bytes": self.usage.psum}
-        return {"modelled": True, "hash": self.program.hash, **times, "useful_pe": self.useful_pe, **memory, "cores": cores}
+        return {
+            "modelled": True,
+            "hash": self.program.hash,
+            **times,
+            "useful_pe": self.useful_pe,
+            **memory,
+            "cores": cores,
+        }
 
     def __str__(self) -> str:
         us = "{:10.2f} us".format
@@ -110,7 +119,9 @@ class Report:
             f"  SBUF {self.usage.sbuf} of {CAPACITY[MemoryRegion.sbuf]}, PSUM {self.usage.psum} of {CAPACITY[MemoryRegion.psum]} bytes per partition",
         ]
         for number, core in enumerate(self.cores):
-            lines.append(f"  core {number}: " + "  ".join(f"{e} {core.busy_ns[e] / 1e3:.2f}" for e in ENGINES) + " us busy")
+            lines.append(
+                f"  core {number}: " + "  ".join(f"{e} {core.busy_ns[e] / 1e3:.2f}" for e in ENGINES) + " us busy"
+            )
             pe = core.busy_ns["tensor"] or 1.0
             split = {"useful": core.useful_ns, "transpose": core.transpose_ns, "padding": core.padding_ns}
             lines.append("    PE " + ", ".join(f"{k} {v / pe:.1%}" for k, v in split.items()))
@@ -156,7 +167,9 @@ class Report:
                 row[b] += max(0.0, min(end, (b + 1) * width) - max(start, b * width)) / width
         figure = Figure(figsize=(10, 0.6 + 0.35 * len(rows)), layout="constrained")
         axes = figure.add_subplot()
-        axes.imshow(busy, aspect="auto", cmap="Blues", vmin=0, vmax=1, extent=(0, self.scheduled_ns / 1e3, len(rows), 0))
+        axes.imshow(
+            busy, aspect="auto", cmap="Blues", vmin=0, vmax=1, extent=(0, self.scheduled_ns / 1e3, len(rows), 0)
+        )
         axes.set_yticks([i + 0.5 for i in range(len(rows))], [f"core {c} {e}" for c, e in rows])
         axes.set_xlabel("us, modelled")
         axes.set_title(f"{self.program.kernel.__name__}: engine occupancy, modelled")
@@ -170,9 +183,9 @@ class Report:
 def report(kernel: Any, *args: Any, model: Model | None = None, **kwargs: Any) -> Report:
     """Run a kernel (or a traced Program) and model its time: print it, save_trace(path), save_chart(path)."""
     model = model or Model()
-    program = kernel if isinstance(kernel, Program) else _trace(kernel, args, kwargs)
+    program = kernel if isinstance(kernel, Program) else specialise(kernel, args, kwargs)
     recorder = Recorder(model, program.written)
-    run = program.run_in("core0", args, kwargs, recorder)
+    run = program.execute(args, kwargs, observe=recorder)
     total = schedule(recorder.events, model)
     cores = [CoreReport() for _ in program.cores]
     for event in recorder.events:

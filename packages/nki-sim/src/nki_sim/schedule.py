@@ -48,7 +48,11 @@ class _Space:
         for lap in range(2):
             start = self.at if lap == 0 else 0
             while start + size <= self.capacity:
-                if self.region is MemoryRegion.psum and size <= PSUM_BANK_BYTES and start % PSUM_BANK_BYTES + size > PSUM_BANK_BYTES:
+                if (
+                    self.region is MemoryRegion.psum
+                    and size <= PSUM_BANK_BYTES
+                    and start % PSUM_BANK_BYTES + size > PSUM_BANK_BYTES
+                ):
                     start += PSUM_BANK_BYTES - start % PSUM_BANK_BYTES
                     continue
                 hit = max((b for a, b in self.used.values() if a < start + size and start < b), default=None)
@@ -118,19 +122,25 @@ class Recorder:
         pitch = storage.pitch
         row, column = divmod(offset, pitch)
         rows, last = 1, size
-        for stride, n in zip(view.byte_strides, view.shape, strict=True):
+        for stride, n in zip((s * size for s in view.strides), view.shape, strict=True):
             if stride >= pitch and stride % pitch == 0:
                 rows += (n - 1) * (stride // pitch)
             else:
                 last += (n - 1) * stride
         if vector or column + last > pitch:  # rows chosen at run time, or wrapping round: all of them
-            box = (0, storage.nbytes // pitch, 0, pitch) if vector else (row, row + rows + (column + last) // pitch, 0, pitch)
+            box = (
+                (0, storage.nbytes // pitch, 0, pitch)
+                if vector
+                else (row, row + rows + (column + last) // pitch, 0, pitch)
+            )
         else:
             box = (row, row + rows, column, column + last)
         if storage.buffer.on_chip:
             part, byte = storage.address or (0, self._address(event.core, storage))
             box = (box[0] + part, box[1] + part, box[2] + byte, box[3] + byte)
-            keys: list[object] = [(event.core, storage.buffer, page) for page in range(box[2] // PAGE, (box[3] - 1) // PAGE + 1)]
+            keys: list[object] = [
+                (event.core, storage.buffer, page) for page in range(box[2] // PAGE, (box[3] - 1) // PAGE + 1)
+            ]
         elif storage.key in self.written:
             keys = [storage.key]
         else:

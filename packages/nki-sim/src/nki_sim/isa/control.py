@@ -8,9 +8,8 @@ from nki_sim import errors
 from nki_sim.constants import dma_engine
 from nki_sim.constants import engine as Engine
 from nki_sim.dtypes import INTS
-from nki_sim.errors import refuse
 from nki_sim.program import Instr, tracer
-from nki_sim.rules import HBM, PSUM, SBUF, instruction, out, rule, tile
+from nki_sim.rules import HBM, PSUM, REQUIRED, SBUF, Args, Compute, Tile, instruction, need
 from nki_sim.tensor import MemoryRegion, VirtualRegister
 
 if TYPE_CHECKING:
@@ -27,96 +26,68 @@ def register_alloc(x: int | None = None) -> VirtualRegister:
     return register
 
 
-def _register(title: str, value: Any) -> None:
+def _need_register(value: Any) -> None:
     if not isinstance(value, VirtualRegister):
-        raise TypeError(f"{title}: {value!r} is no register; allocate one with nisa.register_alloc()")
+        raise TypeError(f"operand: {value!r} is no register; allocate one with nisa.register_alloc()")
 
 
-@instruction("Y", special=True)
-def register_move(dst: Any, src: Any) -> Any:
+def _need_one(view: Any) -> None:
+    need(view.size == 1, "shape", f"a register holds one element; got {view}")
+
+
+def _move(a: Args) -> Compute:
+    _need_register(a.dst)
+
+    def execute(machine: "Machine", instr: Instr) -> None:
+        machine.registers[machine.core][a.dst.number] = machine.value(a.src, instr)
+
+    return execute
+
+
+@instruction("Y", special=True, dst=REQUIRED, src=REQUIRED)
+def register_move(a: Args) -> Compute:
     """Put a constant or another register's value in a register."""
-    _register("register_move", dst)
-    if not isinstance(src, (int, VirtualRegister)):
-        raise TypeError(f"register_move: src is an integer or a register; got {src!r}")
-
-    def execute(machine: "Machine", instr: Instr) -> None:
-        machine.registers[machine.core][dst.number] = machine.value(src, instr)
-
-    return execute
+    need(isinstance(a.src, (int, VirtualRegister)), "operand", f"src is an integer or a register; got {a.src!r}")
+    return _move(a)
 
 
-@instruction("Y", special=True, src=tile(HBM | SBUF))
-def register_load(dst: Any, src: Any) -> Any:
-    """Put a tensor's single element in a register."""
-    _register("register_load", dst)
-    rule(src.size == 1, "shape", lambda: f"register_load: src {src.shape} must have one element")
-    rule(src.dtype in INTS, "dtype", lambda: f"register_load: src must be an integer; got {src.dtype}")
-
-    def execute(machine: "Machine", instr: Instr) -> None:
-        machine.registers[machine.core][dst.number] = machine.value(src, instr)
-
-    return execute
+@instruction("Y", special=True, dst=REQUIRED, src=Tile(HBM | SBUF, INTS))
+def register_load(a: Args) -> Compute:
+    """Put a tensor's single integer in a register."""
+    _need_one(a.src)
+    return _move(a)
 
 
-@instruction("Y", special=True, dst=out(HBM | SBUF))
-def register_store(dst: Any, src: Any) -> Any:
+@instruction("Y", special=True, dst=Tile(HBM | SBUF, write=True), src=REQUIRED)
+def register_store(a: Args) -> Compute:
     """Write a register's value to a tensor of one element."""
-    _register("register_store", src)
-    rule(dst.size == 1, "shape", lambda: f"register_store: dst {dst.shape} must have one element")
-
-    def execute(machine: "Machine", instr: Instr) -> None:
-        machine.write(dst, np.asarray(machine.value(src, instr)), instr)
-
-    return execute
+    _need_register(a.src)
+    _need_one(a.dst)
+    return lambda machine, instr: machine.write(a.dst, np.asarray(machine.value(a.src, instr)), instr)
 
 
-@instruction("GVSTY", special=True, data=tile(HBM | SBUF))
-def core_barrier(data: Any, cores: Any, engine: Engine = Engine.gpsimd) -> Any:
+@instruction("GVSTY", special=True, data=Tile(HBM | SBUF), cores=REQUIRED, engine=Engine.gpsimd)
+def core_barrier(a: Args) -> Compute:
     """Both cores wait for each other; accesses to shared memory before it happen before those after it."""
-    _two_cores("core_barrier")
-    rule(tuple(cores) == (0, 1), "cores", lambda: f"core_barrier: cores must be (0, 1); got {cores}")
-    rule(
-        data.buffer is MemoryRegion.shared_hbm or errors.compat is not None,
-        "buffer",
-        lambda: f"core_barrier: data must be in shared HBM; got {data!r}",
-    )
+    need(tracer().cores == 2, "cores", "needs two cores; launch with k[2](...)")
+    need(tuple(a.cores) == (0, 1), "cores", f"cores must be (0, 1); got {a.cores}")
+    shared = a.data.buffer is MemoryRegion.shared_hbm or errors.compat
+    need(shared, "buffer", f"data must be in shared HBM; got {a.data}")
     return None
 
 
-@instruction("D", special=True, src=tile(SBUF), dst=out(SBUF), same=("src", "dst"), same_dtype=("src", "dst"))
-def sendrecv(
-    src: Any, dst: Any, send_to_rank: int, recv_from_rank: int, pipe_id: int, dma_engine: dma_engine = dma_engine.dma
-) -> Any:
+@instruction("D", special=True, same="src dst", same_dtype="src dst", src=Tile(SBUF), dst=Tile(SBUF, write=True), send_to_rank=REQUIRED, recv_from_rank=REQUIRED, pipe_id=REQUIRED, dma_engine=dma_engine.dma)  # fmt: skip
+def sendrecv(a: Args) -> Compute:
     """Send src to the other core's dst and receive its src into our dst."""
-    _two_cores("sendrecv")
-    rule(
-        {send_to_rank, recv_from_rank} <= {0, 1},
-        "cores",
-        lambda: f"sendrecv: ranks are 0 or 1; got {send_to_rank} and {recv_from_rank}",
-    )
-    if dma_engine.name == "gpsimd_dma":
-        limit = GPSIMD_DMA_BYTES[src.dtype.itemsize]
-        used = src.free_size * src.dtype.itemsize
-        rule(
-            used <= limit,
-            "value",
-            lambda: (
-                f"sendrecv: gpsimd_dma moves at most {limit} bytes per partition of {src.dtype}; got {used}. Use dma_engine.dma"
-            ),
-        )
+    need(tracer().cores == 2, "cores", "needs two cores; launch with k[2](...)")
+    need({a.send_to_rank, a.recv_from_rank} <= {0, 1}, "cores", "ranks are 0 or 1")
+    used, limit = a.src.free_size * a.src.dtype.itemsize, GPSIMD_DMA_BYTES[a.src.dtype.itemsize]
+    fits = a.dma_engine is dma_engine.dma or used <= limit
+    need(fits, "value", f"gpsimd_dma moves at most {limit} bytes per partition of {a.src.dtype}; got {used}")
     return None
 
 
-@instruction("Y", special=True, tensor=tile(HBM | SBUF | PSUM))
-def device_print(tensor: Any, prefix: str) -> Any:
-    """Print values as the program reaches this point."""
-
-    def execute(machine: "Machine", instr: Instr) -> None:
-        print(prefix, machine.read(tensor, instr))
-
-    return execute
-
-
-def _two_cores(title: str) -> None:
-    if tracer().cores != 2:
-        refuse("cores", f"{title} needs two cores; launch the kernel with k[2](...)")
+@instruction("Y", special=True, prefix=REQUIRED, tensor=Tile(HBM | SBUF | PSUM))
+def device_print(a: Args) -> Compute:
+    """Print values as the program reaches this point (nl.device_print)."""
+    return lambda machine, instr: print(a.prefix, machine.read(a.tensor, instr))

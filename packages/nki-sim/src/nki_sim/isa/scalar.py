@@ -1,76 +1,34 @@
-"""The Scalar Engine's own instructions: activation functions with scale, bias and a running reduction."""
-
-from typing import Any
+"""The Scalar Engine's own instructions: activation functions with scale, bias and a running sum."""
 
 import numpy as np
 
 from nki_sim.constants import reduce_cmd
 from nki_sim.dtypes import f32
-from nki_sim.isa.vector import like, operands, reducing
+from nki_sim.isa.vector import ANY_COLUMN, like, operands, reducing
 from nki_sim.ops import OPS, Op
-from nki_sim.program import Instr
-from nki_sim.rules import instruction, out, rule, scalar_or_column, tile
-from nki_sim.tensor import NkiTensor
+from nki_sim.rules import COLUMN, IN, OUT, OUT_COLUMN, REQUIRED, Args, Compute, instruction, need
 
-OPERANDS: dict[str, Any] = {
-    "dst": out(),
-    "data": tile(),
-    "scale": scalar_or_column(),
-    "bias": scalar_or_column(None, optional=True),
-    "reduce_res": out(optional=True, column=True),
-}
+BIAS = ANY_COLUMN._replace(optional=True)
+SCALE = COLUMN._replace(default=1.0)
 
 
-@instruction("S", special=True, same=("dst", "data"), **OPERANDS)
-def activation(
-    dst: Any,
-    op: Op,
-    data: Any,
-    bias: Any = None,
-    scale: Any = 1.0,
-    reduce_op: Op | None = None,
-    reduce_res: Any = None,
-    reduce_cmd: reduce_cmd = reduce_cmd.idle,
-) -> Any:
+@instruction("S", special=True, same="dst data", dst=OUT, op=REQUIRED, data=IN, bias=BIAS, scale=SCALE, reduce_op=None, reduce_res=OUT_COLUMN, reduce_cmd=reduce_cmd.idle)  # fmt: skip
+def activation(a: Args) -> Compute:
     """dst = op(data * scale + bias); the result can be summed over the free axes into the reduce registers."""
-    return _activation("activation", dst, op, bias, scale, reduce_op)
-
-
-@instruction("S", special=True, same=("dst", "data"), **OPERANDS)
-def activation_reduce(
-    dst: Any, op: Op, data: Any, reduce_op: Op, reduce_res: Any, bias: Any = None, scale: Any = 1.0
-) -> Any:
-    """activation with reduce_cmd.reset_reduce."""
-    return _activation("activation_reduce", dst, op, bias, scale, reduce_op)
-
-
-def _activation(title: str, dst: NkiTensor, op: Any, bias: Any, scale: Any, reduce_op: Op | None) -> Any:
-    rule(
-        isinstance(op, Op) and op.activation is not None,
-        "op",
-        lambda: f"{title}: {op!r} is not an activation function of the Scalar Engine",
-    )
-    rule(
-        reduce_op is None or reduce_op.name == "add",
-        "op",
-        lambda: f"{title}: reduce_op must be nl.add on trn2; got {reduce_op!r}",
-    )
+    need(isinstance(a.op, Op) and a.op.activation, "op", f"{a.op!r} is no activation function of the Scalar Engine")
+    summing = a.reduce_op is None or a.reduce_op.name == "add"
+    need(summing, "op", f"reduce_op must be nl.add on trn2; got {a.reduce_op!r}")
 
     def body(x: np.ndarray, *rest: np.ndarray) -> np.ndarray:
-        s, b = operands(rest, dst, scale, bias)
-        x = like(f32(x), dst)
-        if isinstance(s, np.ndarray) or s != 1.0:
-            x = x * np.float32(s) if not isinstance(s, np.ndarray) else x * s
-        if b is not None:
-            x = x + (b if isinstance(b, np.ndarray) else np.float32(b))
-        assert op.activation is not None
-        return op.activation(x)  # type: ignore[no-any-return]
+        bias, scale = operands(rest, a.dst, a.bias, a.scale)
+        x = like(f32(x), a.dst)
+        x = x if isinstance(a.scale, (int, float)) and a.scale == 1 else x * scale
+        return a.op.activation(x if bias is None else x + bias)  # type: ignore[no-any-return]
 
-    def arguments(instr: Instr) -> dict[str, Any]:
-        return {
-            "op": OPS["add"],
-            "cmd": instr.args.get("reduce_cmd", reduce_cmd.reset_reduce),
-            "res": instr.args["reduce_res"],
-        }
+    return reducing(a, OPS["add"], getattr(a, "reduce_cmd", reduce_cmd.reset_reduce), body)
 
-    return reducing(body, arguments)
+
+@instruction("S", special=True, same="dst data", dst=OUT, op=REQUIRED, data=IN, reduce_op=REQUIRED, reduce_res=OUT_COLUMN, bias=BIAS, scale=SCALE)  # fmt: skip
+def activation_reduce(a: Args) -> Compute:
+    """activation with reduce_cmd.reset_reduce."""
+    return activation.body(a)  # type: ignore[attr-defined,no-any-return]

@@ -1,6 +1,6 @@
 """The Tensor Engine: matrix multiplication into PSUM, and transposition through it."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -10,217 +10,121 @@ from nki_sim.dtypes import f32
 from nki_sim.errors import refuse
 from nki_sim.limits import MOVING_FREE, PARTITIONS, PSUM_BANK_BYTES, STATIONARY_FREE
 from nki_sim.program import Instr, tracer
-from nki_sim.rules import PSUM, SBUF, instruction, out, rule, tile
+from nki_sim.rules import IN, OUT, PSUM, SBUF, Args, Compute, Tile, instruction, need
 from nki_sim.tensor import MemoryRegion, NkiTensor
 
 if TYPE_CHECKING:
     from nki_sim.machine import Machine
 
 FP8 = ("float8_e4m3", "float8_e5m2")
-OPERANDS = ("float32", "bfloat16", "float16", *FP8)
+OPERAND = Tile(SBUF, ("float32", "bfloat16", "float16", *FP8))
+DOUBLE = matmul_perf_mode.double_row
 
 
-def _one_bank(title: str, view: NkiTensor) -> None:
-    """A matmul writes within one PSUM bank of each partition."""
-    storage = view.storage
-    size = view.dtype.itemsize
-    first = (storage.address or (0, 0))[1] + view.offset * size % storage.pitch
-    last = first + (sum(s * (n - 1) for s, n in zip(view.strides[1:], view.shape[1:], strict=True)) + 1) * size
-    rule(
-        first // PSUM_BANK_BYTES == (last - 1) // PSUM_BANK_BYTES,
-        "psum-bank",
-        lambda: (
-            f"{title}: dst {view!r} covers bytes {first}..{last} of its partition and crosses a PSUM bank ({PSUM_BANK_BYTES} bytes); write at most 512 float32 within one bank"
-        ),
-    )
-
-
-@instruction("T", special=True, dst=out(PSUM), stationary=tile(SBUF, OPERANDS), moving=tile(SBUF, OPERANDS))
-def nc_matmul(
-    dst: Any,
-    stationary: Any,
-    moving: Any,
-    is_stationary_onezero: bool = False,
-    is_moving_onezero: bool = False,
-    is_transpose: bool = False,
-    accumulate: bool | None = None,
-    tile_position: Any = (),
-    tile_size: Any = (),
-    perf_mode: matmul_perf_mode = matmul_perf_mode.none,
-) -> Any:
-    """dst[M, N] (+)= stationary[K, M].T @ moving[K, N], K on partitions (double_row: K on partitions and a first free 2).
-
-    accumulate None: what matmuls have not written is overwritten, what they have is added to.
-    """
-    double = perf_mode is matmul_perf_mode.double_row
-    m, n = (v.free_size // (2 if double else 1) for v in (stationary, moving))
+@instruction(
+    "T",
+    special=True,
+    dst=Tile(PSUM, write=True),
+    stationary=OPERAND,
+    moving=OPERAND,
+    is_stationary_onezero=False,
+    is_moving_onezero=False,
+    is_transpose=False,
+    accumulate=None,
+    tile_position=(),
+    tile_size=(),
+    perf_mode=matmul_perf_mode.none,
+)
+def nc_matmul(a: Args) -> Compute:
+    """dst[M, N] (+)= stationary[K, M].T @ moving[K, N], K on partitions (double_row: and on a first free dimension of 2).
+    accumulate=None overwrites what no matmul has written and adds to what one has."""
+    pair, double = (a.stationary, a.moving), a.perf_mode is DOUBLE
+    m, n = (v.free_size // (1 + double) for v in pair)
     if double:
-        rule(
-            all(v.dtype in FP8 for v in (stationary, moving)),
-            "dtype",
-            lambda: f"nc_matmul: double_row needs float8 operands; got {stationary!r}, {moving!r}",
-        )
-        rule(
-            all(v.ndim >= 3 and v.shape[1] == 2 for v in (stationary, moving)),
-            "shape",
-            lambda: f"nc_matmul: double_row needs a first free dimension of 2; got {stationary!r}, {moving!r}",
-        )
-    rows, columns = tuple(tile_size) or (PARTITIONS, STATIONARY_FREE)
-    rule(
-        bool(tile_position) == bool(tile_size),
+        need(all(v.dtype in FP8 for v in pair), "dtype", f"double_row needs float8 operands; got {pair}")
+        need(all(v.ndim > 2 and v.shape[1] == 2 for v in pair), "shape", f"double_row needs a first free 2; got {pair}")
+    need(bool(a.tile_position) == bool(a.tile_size), "tile-position", "tile_position and tile_size are set together")
+    rows, columns = tuple(a.tile_size) or (PARTITIONS, STATIONARY_FREE)
+    at = tuple(a.tile_position) or (0, 0)
+    fits = all(
+        s in (32, 64, 128) and p % s == 0 and 0 <= p <= 128 - s for p, s in zip(at, (rows, columns), strict=True)
+    )
+    need(
+        fits,
         "tile-position",
-        lambda: "nc_matmul: tile_position and tile_size are set together",
+        f"tile_size {rows, columns} is 32, 64 or 128, tile_position {at} a multiple inside 128 x 128",
     )
-    if tile_size:
-        at = tuple(tile_position)
-        good = all(
-            s in (32, 64, 128) and p % s == 0 and 0 <= p and p + s <= 128
-            for p, s in zip(at, (rows, columns), strict=True)
-        )
-        rule(
-            good,
-            "tile-position",
-            lambda: (
-                f"nc_matmul: tile_size {tile_size} must be 32, 64 or 128 and tile_position {at} a multiple of it inside the 128 x 128 array"
-            ),
-        )
-        rule(
-            not (double and columns != 128),
-            "tile-position",
-            lambda: "nc_matmul: double_row cannot be combined with column tiling",
-        )
-    rule(
-        stationary.shape[0] == moving.shape[0] <= rows,
-        "shape",
-        lambda: (
-            f"nc_matmul: stationary {stationary.shape} and moving {moving.shape} contract over dimension 0, which must be equal and at most {rows}"
-        ),
+    need(not double or columns == 128, "tile-position", "double_row excludes column tiling")
+    need(
+        pair[0].shape[0] == pair[1].shape[0] <= rows, "shape", f"{pair} contract over dimension 0, equal and <= {rows}"
     )
-    rule(
-        m <= columns,
-        "stationary-free",
-        lambda: (
-            f"nc_matmul: stationary {stationary.shape} has {m} free elements; at most {columns}. Split the output rows"
-        ),
-    )
-    rule(
+    need(m <= columns, "stationary-free", f"stationary has {m} free elements, at most {columns}; split the output rows")
+    need(
         n <= MOVING_FREE,
         "moving-free",
-        lambda: (
-            f"nc_matmul: moving {moving.shape} has {n} free elements; at most {MOVING_FREE} on trn2. Split the output columns"
-        ),
+        f"moving has {n} free elements, at most {MOVING_FREE} on trn2; split the columns",
     )
-    rule(
-        (dst.shape[0], dst.free_size) == (m, n),
+    need(
+        (a.dst.shape[0], a.dst.free_size) == (m, n),
         "shape",
-        lambda: f"nc_matmul: dst {dst.shape} must hold ({m}, {n}) = stationary free x moving free",
+        f"dst {a.dst} must be ({m}, {n}): stationary x moving free",
     )
-    wide = {v.dtype == "float32" for v in (stationary, moving)}
-    rule(
-        len(wide) == 1,
-        "dtype",
-        lambda: f"nc_matmul: float32 pairs only with float32; got {stationary!r} and {moving!r}",
-    )
-    if is_transpose:
-        rule(
-            dst.dtype == stationary.dtype or dst.dtype == moving.dtype,
-            "dtype",
-            lambda: f"nc_matmul: a transpose keeps its dtype; dst is {dst.dtype}, stationary {stationary.dtype}",
-        )
-    else:
-        rule(dst.dtype == "float32", "dtype", lambda: f"nc_matmul: dst must be float32 on trn2; got {dst.dtype}")
-    _one_bank("nc_matmul", dst)
-    _static_accumulation(dst, accumulate)
+    need(len({v.dtype == "float32" for v in pair}) == 1, "dtype", f"float32 pairs only with float32; got {pair}")
+    kept = (a.stationary.dtype, a.moving.dtype) if a.is_transpose else ("float32",)
+    need(a.dst.dtype in kept, "dtype", f"dst must be {' or '.join(kept)} (a transpose keeps its dtype); got {a.dst}")
+    _one_bank(a.dst)
+    trace, key = tracer(), a.dst.storage.key
+    undecided = a.accumulate is None and trace.home.get(key) is not trace.blocks[-1] and key not in trace.matmul_base
+    fix = "whether a pass overwrites or adds is not known at compile time; pass accumulate= or allocate it inside"
+    need(not (undecided and trace.depth), "accumulate", f"{a.dst.storage} is from outside this dynamic loop: {fix}")
+    trace.matmul_base.add(key)
     return _matmul
 
 
-def _static_accumulation(dst: NkiTensor, accumulate: bool | None) -> None:
-    """accumulate=None is decided when the program is compiled, so a first write inside a loop cannot also be a later one."""
-    trace, key = tracer(), dst.storage.key
-    outside = trace.home.get(key) is not trace.blocks[-1]
-    if accumulate is None and outside and key not in trace.matmul_base and trace.depth:
-        refuse(
-            "accumulate",
-            f"nc_matmul: {dst.storage} was allocated outside this dynamic loop; whether a pass overwrites or adds is not decidable at compile time. Pass accumulate=, or allocate it inside",
-        )
-    trace.matmul_base.add(key)
+def _one_bank(view: NkiTensor) -> None:
+    size, storage = view.dtype.itemsize, view.storage
+    first = (storage.address or (0, 0))[1] + view.offset * size % storage.pitch
+    last = first + (view.extent(1) + 1) * size
+    one = first // PSUM_BANK_BYTES == (last - 1) // PSUM_BANK_BYTES
+    need(one, "psum-bank", f"dst {view} covers bytes {first}..{last} and crosses a PSUM bank of {PSUM_BANK_BYTES}")
 
 
 def _matmul(machine: "Machine", instr: Instr) -> None:
-    args = instr.args
-    dst = args["dst"]
-    a, b = (f32(machine.read(args[k], instr)) for k in ("stationary", "moving"))
-    if args["is_transpose"]:
-        values = (
-            a.reshape(a.shape[0], -1).T if _is_identity(b) else a.reshape(a.shape[0], -1).T @ b.reshape(b.shape[0], -1)
-        )
-    elif args["perf_mode"] is matmul_perf_mode.double_row:
-        k = a.shape[0] * 2
-        values = a.reshape(k, -1).T @ b.reshape(k, -1)
-    else:
-        values = a.reshape(a.shape[0], -1).T @ b.reshape(b.shape[0], -1)
-    values = values.reshape(dst.shape)
-    offset = machine.locate(dst, instr)
-    accumulate = args["accumulate"]
-    if accumulate is not False and offset is not None and not args["is_transpose"]:
-        cell = machine.cell(dst.storage)
+    a = Args(**instr.args)
+    x, y = (f32(machine.read(v, instr)) for v in (a.stationary, a.moving))
+    rows = x.shape[0] * (2 if a.perf_mode is DOUBLE else 1)
+    x, y = x.reshape(rows, -1), y.reshape(rows, -1)
+    exact = a.is_transpose and y.shape[0] == y.shape[1] and np.array_equal(y, np.eye(len(y)))
+    values = (x.T if exact else x.T @ y).reshape(a.dst.shape)
+    offset = machine.locate(a.dst, instr)
+    if a.accumulate is not False and offset is not None and not a.is_transpose:
+        cell = machine.cell(a.dst.storage)
         assert cell.base is not None
-        base = cell.over(cell.base, dst, offset)
-        if accumulate and not base.all():
-            refuse(
-                "accumulate",
-                f"nc_matmul adds to {dst!r} of {dst.storage}, where no matmul has written; start with accumulate=False (memset is no base on trn2)",
-                instr.where,
-            )
-        if base.ndim > len(dst.shape):
-            base = base.all(axis=-1)
-        if base.all():
-            values = values + cell.array(dst, offset)
-        elif base.any():
-            values = np.where(base, values + cell.array(dst, offset), values)
-        elif cell.written is None or cell.over(cell.written, dst, offset).any():
-            refuse(
-                "accumulate",
-                f"nc_matmul with accumulate=None on {dst!r} of {dst.storage}, which another instruction wrote: adding to that is undefined on trn2. Pass accumulate=False, or drop the earlier write",
-                instr.where,
-            )
-    machine.write(dst, values, instr, matmul=not args["is_transpose"])
+        base = cell.over(cell.base, a.dst, offset)
+        if a.accumulate and not base.all():
+            fix = "start with accumulate=False (memset is no base on trn2)"
+            refuse("accumulate", f"nc_matmul adds to {a.dst.storage} where no matmul has written; {fix}", instr.where)
+        base = base.all(axis=-1) if base.ndim > a.dst.ndim else base
+        if base.any():
+            values = np.where(base, values + cell.array(a.dst, offset), values)
+        elif a.accumulate is None and (cell.written is None or cell.over(cell.written, a.dst, offset).any()):
+            fix = "adding to that is undefined on trn2; pass accumulate=False"
+            refuse("accumulate", f"nc_matmul on {a.dst.storage}, which another instruction wrote: {fix}", instr.where)
+    machine.write(a.dst, values, instr, matmul=not a.is_transpose)
 
 
-def _is_identity(b: np.ndarray) -> bool:
-    flat = b.reshape(b.shape[0], -1)
-    return flat.shape[0] == flat.shape[1] and bool((flat == np.eye(flat.shape[0], dtype=flat.dtype)).all())
-
-
-@instruction("TV", dst=out(), data=tile(), same_dtype=("dst", "data"))
-def nc_transpose(dst: Any, data: Any, engine: Engine = Engine.unknown) -> Any:
-    """dst[F, P] = data[P, F].T: up to 128 x 128 from SBUF to PSUM on the Tensor Engine, up to 32 x 32 on the Vector Engine."""
-    p, f = data.shape[0], data.free_size
-    fits_tensor = data.buffer is MemoryRegion.sbuf and dst.buffer is MemoryRegion.psum
-    letter = "V" if engine is Engine.vector or (engine is Engine.unknown and not fits_tensor) else "T"
-    rule(
-        (dst.shape[0], dst.free_size) == (f, p),
-        "shape",
-        lambda: f"nc_transpose: dst {dst.shape} must be ({f}, {p}), data {data.shape} transposed",
+@instruction("TV", same_dtype="dst data", dst=OUT, data=IN, engine=Engine.unknown)
+def nc_transpose(a: Args) -> tuple[Compute, str]:
+    """dst[F, P] = data[P, F].T: to 128 x 128 from SBUF to PSUM on the Tensor Engine, to 32 x 32 on the Vector Engine."""
+    p, f = a.data.shape[0], a.data.free_size
+    through_pe = a.data.buffer is MemoryRegion.sbuf and a.dst.buffer is MemoryRegion.psum
+    letter = "V" if a.engine is Engine.vector or (a.engine is Engine.unknown and not through_pe) else "T"
+    need((a.dst.shape[0], a.dst.free_size) == (f, p), "shape", f"dst {a.dst} must be ({f}, {p}): {a.data} transposed")
+    need(
+        letter == "V" or through_pe, "buffer", f"the Tensor Engine reads SBUF and writes PSUM; got {a.data} -> {a.dst}"
     )
+    side = 32 if letter == "V" else 128
+    need(max(p, f) <= side, "transpose-size", f"data {a.data} exceeds {side} x {side} on this engine; split it")
     if letter == "T":
-        rule(
-            fits_tensor,
-            "buffer",
-            lambda: f"nc_transpose on the Tensor Engine reads SBUF and writes PSUM; got {data!r} -> {dst!r}",
-        )
-        rule(
-            p <= PARTITIONS and f <= STATIONARY_FREE,
-            "transpose-size",
-            lambda: f"nc_transpose: data {data.shape} exceeds 128 x 128 on the Tensor Engine; split it",
-        )
-        _one_bank("nc_transpose", dst)
-    else:
-        rule(
-            p <= 32 and f <= 32,
-            "transpose-size",
-            lambda: (
-                f"nc_transpose: data {data.shape} exceeds 32 x 32 on the Vector Engine; split it, or go from SBUF to PSUM for the Tensor Engine"
-            ),
-        )
+        _one_bank(a.dst)
     return (lambda x: x.reshape(p, f).T), letter

@@ -1,68 +1,76 @@
 """The Vector Engine's instructions (several run on Scalar or GpSimd as well): element-wise, reductions, search."""
 
 from collections.abc import Callable
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nki_sim import errors
 from nki_sim.constants import engine as Engine
 from nki_sim.constants import reduce_cmd
-from nki_sim.constants import reduce_cmd as Cmd
 from nki_sim.dtypes import FLOATS, INTS, NUMPY, cast, f32
-from nki_sim.errors import refuse
 from nki_sim.limits import BN_STATS_FREE, PARTITIONS
 from nki_sim.ops import OPS, Op, alu
 from nki_sim.program import Instr
-from nki_sim.rules import column, instruction, out, rule, scalar_or_column, tile
+from nki_sim.rules import COLUMN, IN, OUT, OUT_COLUMN, REQUIRED, Args, Compute, Tile, instruction, need
 from nki_sim.tensor import MemoryRegion, NkiTensor
 
 if TYPE_CHECKING:
     from nki_sim.machine import Machine
 
+Array = np.ndarray
 FP32_MIN = float(np.finfo(np.float32).min)
 COMPARISONS = ("equal", "less", "less_equal", "greater", "greater_equal")
-SEARCH = (8, 16384)  # elements per partition that the search instructions take
-Array = np.ndarray
+INDEX = Tile(dtypes=("uint16", "uint32"), write=True)
+ANY_COLUMN = COLUMN._replace(dtypes=None)
+BOUND = COLUMN._replace(scalar=False)
 
 
-# -- helpers shared by the engines ------------------------------------------------------------------------------------
+# -- shared by the engines --------------------------------------------------------------------------------------------
 def line(x: Array) -> Array:
     """[P, elements per partition]."""
     return x.reshape(x.shape[0], -1)
 
 
 def like(x: Array, target: NkiTensor) -> Array:
-    """Reshaped to the target's shape; a column broadcasts."""
-    if x.size == x.shape[0] != target.size:
-        return x.reshape(x.shape[0], *(1,) * (target.ndim - 1))
-    return x.reshape(target.shape)
+    """In the target's shape; a column is left to broadcast."""
+    column = x.size == x.shape[0] != target.size
+    return x.reshape(x.shape[0], *(1,) * (target.ndim - 1)) if column else x.reshape(target.shape)
 
 
-def operands(arrays: tuple[Array, ...], data: NkiTensor, *values: Any) -> list[Any]:
-    """Scalars as they are, tensors (in the order read) as float32 columns against `data`."""
+def operands(arrays: tuple[Array, ...], target: NkiTensor, *values: Any) -> list[Any]:
+    """Numbers as float32, tensors (in the order read) as float32 columns against `target`."""
     rest = iter(arrays)
-    return [like(f32(next(rest)), data) if isinstance(v, NkiTensor) else v for v in values]
+    known = [like(f32(next(rest)), target) if isinstance(v, NkiTensor) else v for v in values]
+    return [np.float32(v) if isinstance(v, (int, float)) else v for v in known]
 
 
-def need_op(title: str, op: Any, *, bitvec: bool | None = None) -> None:
-    """Refuse what is no ALU operator."""
-    if not isinstance(op, Op):
-        raise TypeError(f"{title}: op must be an operator such as nl.add; got {op!r}")
-    rule(op.alu is not None, "op", lambda: f"{title}: {op} is not an ALU operator")
-    if bitvec is not None:
-        rule(
-            op.bitvec == bitvec,
-            "op",
-            lambda: f"{title}: {op} must be {'a bitwise' if bitvec else 'an arithmetic'} operator here",
-        )
+def need_alu(op: Any, bitvec: bool | None = False) -> None:
+    """Refuse what is no ALU operator of this kind (None: either)."""
+    need(isinstance(op, Op) and op.alu is not None, "op", f"op must be an ALU operator such as nl.add; got {op!r}")
+    need(
+        bitvec is None or op.bitvec is bitvec,
+        "op",
+        f"{op} must be {'a bitwise' if bitvec else 'an arithmetic'} operator",
+    )
+
+
+def need_shape(name: str, view: NkiTensor, *shape: int) -> None:
+    """Refuse unless a view is (partitions, elements per partition)."""
+    need((view.shape[0], view.free_size) == shape, "shape", f"{name} must be {shape}; got {view}")
+
+
+def need_ints(op: Op, *views: NkiTensor) -> None:
+    """Bitwise operators take integers."""
+    need(not op.bitvec or all(v.dtype in INTS for v in views), "dtype", f"{op} works on integers; got {views}")
 
 
 def fold(op: Op, x: Array) -> Array:
     """Reduce the free axes: [P]."""
     assert op.reduce is not None
-    reduce = getattr(op.reduce, "reduce", None)
-    if reduce is not None:
-        return reduce(line(x), axis=1)  # type: ignore[no-any-return]
+    if isinstance(op.reduce, np.ufunc):
+        return op.reduce.reduce(line(x), axis=1)  # type: ignore[no-any-return]
     columns = line(x).T
     result = columns[0]
     for c in columns[1:]:
@@ -70,536 +78,302 @@ def fold(op: Op, x: Array) -> Array:
     return result
 
 
-def accumulate(
-    machine: "Machine",
-    instr: Instr,
-    values: Array,
-    op: Op,
-    cmd: reduce_cmd,
-    res: NkiTensor | None,
-    init: Any = None,
-    negate: bool = False,
-) -> None:
-    """The engine's reduce registers, one a lane: reset, fold `values` in, read out."""
+def registers(machine: "Machine", instr: Instr, op: Op, cmd: reduce_cmd, init: Any) -> Array:
+    """The engine's reduce registers for the lanes of dst, reset or loaded as `cmd` says."""
     dst = instr.writes[0]
-    lanes = slice(dst.partition, dst.partition + dst.shape[0])
-    registers = machine.accumulators.setdefault((machine.core, instr.engine), np.full(PARTITIONS, np.nan, np.float32))
-    if cmd in (Cmd.reset, Cmd.reset_reduce):
-        registers[lanes] = op.identity
-    elif cmd is Cmd.load_reduce:
-        registers[lanes] = line(f32(machine.read(init, instr)))[:, 0] if isinstance(init, NkiTensor) else init
-    if cmd in (Cmd.reduce, Cmd.reset_reduce, Cmd.load_reduce):
-        assert op.reduce is not None
-        registers[lanes] = op.reduce(registers[lanes], fold(op, f32(values)))
-    if res is not None:
-        machine.write(res, -registers[lanes] if negate else registers[lanes], instr)
+    lanes = machine.accumulators.setdefault((machine.core, instr.engine), np.full(PARTITIONS, np.nan, np.float32))
+    lanes = lanes[dst.partition : dst.partition + dst.shape[0]]
+    if cmd in (reduce_cmd.reset, reduce_cmd.reset_reduce):
+        lanes[:] = op.identity
+    elif cmd is reduce_cmd.load_reduce:
+        lanes[:] = line(f32(machine.read(init, instr)))[:, 0] if isinstance(init, NkiTensor) else init
+    return lanes
 
 
-def reducing(
-    body: Callable[..., Array], arguments: Callable[[Instr], dict[str, Any]]
-) -> Callable[["Machine", Instr], None]:
-    """A special instruction: body(*arrays read) is written, then folded into the reduce registers."""
+def reducing(a: Args, op: Op, cmd: reduce_cmd, body: Callable[..., Array]) -> Callable[["Machine", Instr], None]:
+    """dst = body(arrays read), also folded into the reduce registers and read out to reduce_res."""
 
     def execute(machine: "Machine", instr: Instr) -> None:
-        skip = [v for v in (instr.args.get("reduce_init"), instr.args.get("imm1")) if isinstance(v, NkiTensor)]
-        values = body(*[machine.read(v, instr) for v in instr.reads if not any(v is s for s in skip)])
-        machine.write(instr.writes[0], values, instr)
-        accumulate(machine, instr, values, **arguments(instr))
+        init = getattr(a, "reduce_init", None)
+        values = body(*[machine.read(v, instr) for v in instr.reads if v is not init])
+        machine.write(a.dst, values, instr)
+        lanes = registers(machine, instr, op, cmd, init)
+        if cmd not in (reduce_cmd.idle, reduce_cmd.reset):
+            assert op.reduce is not None
+            lanes[:] = op.reduce(lanes, fold(op, f32(values)))
+        if a.reduce_res is not None:
+            machine.write(a.reduce_res, -lanes if getattr(a, "reduce_res_negate", False) else lanes, instr)
 
     return execute
 
 
-def check_reduce(title: str, op: Any, allowed: tuple[str, ...], cmd: reduce_cmd, init: Any = None) -> None:
-    """The reduce operator is one of `allowed`, and an initial value comes with load_reduce only."""
-    rule(
-        isinstance(op, Op) and op.name in allowed,
-        "op",
-        lambda: f"{title}: reduce_op must be {' or '.join('nl.' + a for a in allowed)}; got {op!r}",
-    )
-    rule(
-        (init is not None) == (cmd is Cmd.load_reduce),
-        "reduce-cmd",
-        lambda: f"{title}: reduce_init goes with reduce_cmd.load_reduce and with nothing else; got {cmd} and {init!r}",
-    )
+def need_reduce(op: Any, allowed: tuple[str, ...], cmd: reduce_cmd, init: Any = None) -> None:
+    """The reduce operator is one of `allowed`; an initial value comes with load_reduce and only then."""
+    need(isinstance(op, Op) and op.name in allowed, "op", f"the reduction must be one of {allowed}; got {op!r}")
+    paired = (init is not None) == (cmd is reduce_cmd.load_reduce)
+    need(paired, "reduce-cmd", f"an initial value goes with reduce_cmd.load_reduce and only there; got {init!r}, {cmd}")
 
 
-# -- copies and fills -------------------------------------------------------------------------------------------------
-@instruction("VSG", dst=out(), src=tile(), same=("dst", "src"))
-def tensor_copy(dst: Any, src: Any, engine: Engine = Engine.unknown) -> Any:
+def write_where(machine: "Machine", instr: Instr, dst: NkiTensor, chosen: Array, values: Array) -> None:
+    """Write the chosen elements of dst, and count only them as written."""
+    offset = machine.locate(dst, instr)
+    if offset is not None:
+        cell = machine.cell(dst.storage)
+        np.copyto(cell.array(dst, offset), cast(values, NUMPY[dst.dtype]), where=chosen)
+        machine.wrote(cell, dst, offset, instr, chosen=chosen)
+
+
+# -- copies and element-wise ------------------------------------------------------------------------------------------
+@instruction("VSG", same="dst src", dst=OUT, src=IN, engine=Engine.unknown)
+def tensor_copy(a: Args) -> Compute:
     """dst = src: the same bits for the same dtype, through float32 otherwise."""
-    return lambda x: x if src.dtype == dst.dtype else f32(x)
+    return (lambda x: x) if a.src.dtype == a.dst.dtype else f32
 
 
-@instruction("VG", dst=out())
-def memset(dst: Any, value: float, engine: Engine = Engine.unknown) -> Any:
+@instruction("VG", dst=OUT, value=REQUIRED, engine=Engine.unknown)
+def memset(a: Args) -> Compute:
     """Fill with a constant of the tile's kind."""
-    number = np.float64(value)
-    rule(
-        dst.dtype not in INTS or float(number).is_integer(),
-        "dtype",
-        lambda: f"memset: {value!r} is no value of {dst.dtype}",
-    )
-    constant = cast(np.asarray(value), NUMPY[dst.dtype])
+    exact = a.dst.dtype not in INTS or float(a.value).is_integer()
+    need(exact, "dtype", f"{a.value!r} is no value of {a.dst.dtype}")
+    constant = cast(np.asarray(a.value), NUMPY[a.dst.dtype])
     return lambda: constant
 
 
-@instruction(
-    "V",
-    dst=out(),
-    src=tile(scalar=True),
-    predicate=tile(dtypes=("uint8", "uint16", "uint32")),
-    same=("dst", "src", "predicate"),
-    same_dtype=("dst", "src"),
-    not_both_psum=("src", "predicate"),
-    special=True,
-)
-def tensor_copy_predicated(dst: Any, src: Any, predicate: Any, reverse_pred: bool = False) -> Any:
-    """dst = src where the predicate is nonzero (reverse_pred: zero); elsewhere dst stays, written or not."""
+_PREDICATE = Tile(dtypes=("uint8", "uint16", "uint32"))
+_SRC = Tile(scalar=True)
+
+
+@instruction("V", special=True, same="dst src predicate", same_dtype="dst src", one_psum="src predicate", dst=OUT, src=_SRC, predicate=_PREDICATE, reverse_pred=False)  # fmt: skip
+def tensor_copy_predicated(a: Args) -> Compute:
+    """dst = src where the predicate is nonzero (reverse_pred: zero); elsewhere dst stays as it is."""
 
     def execute(machine: "Machine", instr: Instr) -> None:
-        chosen = like(machine.read(predicate, instr), dst) != 0
-        chosen = ~chosen if reverse_pred else chosen
-        values = (
-            like(machine.read(src, instr), dst) if isinstance(src, NkiTensor) else np.asarray(src, NUMPY[dst.dtype])
-        )
-        partial_write(machine, instr, dst, chosen, values)
+        chosen = (like(machine.read(a.predicate, instr), a.dst) != 0) != a.reverse_pred
+        values = like(machine.read(a.src, instr), a.dst) if isinstance(a.src, NkiTensor) else np.asarray(a.src)
+        write_where(machine, instr, a.dst, chosen, values)
 
     return execute
 
 
-def partial_write(machine: "Machine", instr: Instr, dst: NkiTensor, chosen: Array, values: Array) -> None:
-    """Write the chosen elements of dst only, and count only them as written."""
-    offset = machine.locate(dst, instr)
-    if offset is None:
-        return
-    cell = machine.cell(dst.storage)
-    np.copyto(cell.array(dst, offset), cast(values, NUMPY[dst.dtype]), where=chosen)
-    if cell.written is not None:
-        part = cell.over(cell.written, dst, offset)
-        np.copyto(part, True, where=chosen if part.ndim == chosen.ndim else chosen[..., None])
-        cell.missing = cell.written.size - int(np.count_nonzero(cell.written))
+_EXACT = ("add", "subtract", "multiply", "maximum", "minimum")
 
 
-# -- element-wise -----------------------------------------------------------------------------------------------------
-@instruction(
-    "VG", dst=out(), data1=tile(), data2=tile(), same=("dst", "data1", "data2"), not_both_psum=("data1", "data2")
-)
-def tensor_tensor(dst: Any, data1: Any, data2: Any, op: Op, engine: Engine = Engine.unknown) -> Any:
+@instruction("VG", same="dst data1 data2", one_psum="data1 data2", dst=OUT, data1=IN, data2=IN, op=REQUIRED, engine=Engine.unknown)  # fmt: skip
+def tensor_tensor(a: Args) -> tuple[Compute, str]:
     """dst = data1 <op> data2. All-int32/uint32 operands go to GpSimd, which is exact; else through float32."""
-    need_op("tensor_tensor", op)
-    views = (dst, data1, data2)
-    if op.bitvec:
-        rule(
-            all(v.dtype in INTS for v in views),
-            "dtype",
-            lambda: f"tensor_tensor: {op} works on integers; got {', '.join(map(repr, views))}",
-        )
-        return lambda a, b: alu(op, like(a, dst), like(b, dst)), "V"
+    need_alu(a.op, None)
+    views = (a.dst, a.data1, a.data2)
+    need_ints(a.op, *views)
     psum = any(v.buffer is MemoryRegion.psum for v in views)
     wide = all(v.dtype in ("int32", "uint32") for v in views)
-    letter = "G" if engine is Engine.gpsimd or (engine is Engine.unknown and wide and not psum) else "V"
-    if op.name == "power":
-        rule(
-            not psum and engine is not Engine.vector,
-            "engine-buffer",
-            lambda: "tensor_tensor: nl.power runs on GpSimd, which cannot reach PSUM",
-        )
-        letter = "G"
-    if letter == "G" and wide and op.name in ("add", "subtract", "multiply", "maximum", "minimum"):
-        return lambda a, b: alu(op, like(a, dst), like(b, dst)), letter
-    return lambda a, b: alu(op, like(f32(a), dst), like(f32(b), dst)), letter
+    chosen = a.engine is Engine.gpsimd or (a.engine is Engine.unknown and ((wide and not psum) or a.op.name == "power"))
+    letter = "G" if chosen and not a.op.bitvec else "V"
+    need(a.op.name != "power" or letter == "G", "engine-buffer", "nl.power runs on GpSimd only")
+    raw = a.op.bitvec or (letter == "G" and wide and a.op.name in _EXACT)
+    see = (lambda x: x) if raw else f32
+    return (lambda x, y: alu(a.op, like(see(x), a.dst), like(see(y), a.dst))), letter
 
 
 SCALAR_ENGINE_PAIRS = (("multiply", "add"), ("multiply", None), ("add", None))
+_OPERAND = ANY_COLUMN._replace(optional=True)
 
 
-@instruction(
-    "VSG",
-    dst=out(),
-    data=tile(),
-    operand0=scalar_or_column(None, optional=True),
-    operand1=scalar_or_column(None, optional=True),
-    same=("dst", "data"),
-)
-def tensor_scalar(
-    dst: Any,
-    data: Any,
-    op0: Op,
-    operand0: Any,
-    reverse0: bool = False,
-    op1: Op | None = None,
-    operand1: Any = None,
-    reverse1: bool = False,
-    engine: Engine = Engine.unknown,
-) -> Any:
+@instruction("VSG", same="dst data", dst=OUT, data=IN, op0=REQUIRED, operand0=_OPERAND, reverse0=False, op1=None, operand1=_OPERAND, reverse1=False, engine=Engine.unknown)  # fmt: skip
+def tensor_scalar(a: Args) -> tuple[Compute, str]:
     """dst = (data <op0> operand0) <op1> operand1, operands constants or one value a partition."""
-    need_op("tensor_scalar", op0)
-    if op1 is not None:
-        need_op("tensor_scalar", op1, bitvec=op0.bitvec)
-    rule(op1 is not None or operand1 is None, "op", lambda: "tensor_scalar: operand1 is given without op1")
-    given = [v for v in (operand0, operand1) if isinstance(v, NkiTensor)]
-    if op0.bitvec:
-        rule(
-            engine in (Engine.unknown, Engine.vector),
-            "engine",
-            lambda: "tensor_scalar: bitwise operators run on the Vector Engine",
-        )
-        rule(
-            all(v.dtype in INTS for v in (dst, data, *given)),
-            "dtype",
-            lambda: f"tensor_scalar: {op0} works on integers; got {dst!r}, {data!r}",
-        )
-    else:
-        rule(
-            all(v.dtype == "float32" for v in given),
-            "dtype",
-            lambda: f"tensor_scalar: operand tensors must be float32; got {', '.join(map(repr, given))}",
-        )
-    if engine is Engine.scalar:
-        pair = (op0.name, op1.name if op1 else None)
-        rule(
-            pair in SCALAR_ENGINE_PAIRS,
-            "op",
-            lambda: (
-                f"tensor_scalar: the Scalar Engine of trn2 does multiply-add, multiply or add; got {pair}. Use engine.vector"
-            ),
-        )
-    if engine is Engine.gpsimd:
-        rule(
-            op0.name == "rsqrt" and op1 is None,
-            "op",
-            lambda: "tensor_scalar: GpSimd does rsqrt only; use engine.vector",
-        )
-    letter = (
-        "G"
-        if op0.name == "rsqrt" and engine is Engine.unknown and MemoryRegion.psum not in (dst.buffer, data.buffer)
-        else {Engine.scalar: "S", Engine.gpsimd: "G"}.get(engine, "V")
-    )
+    need_alu(a.op0, None)
+    given = [v for v in (a.operand0, a.operand1) if isinstance(v, NkiTensor)]
+    need_ints(a.op0, a.dst, a.data, *given)
+    floats = a.op0.bitvec or errors.compat or all(v.dtype == "float32" for v in given)
+    need(floats, "dtype", f"operand tensors must be float32; got {given}")
+    if a.op1 is not None:
+        need_alu(a.op1, a.op0.bitvec)
+    need(a.op1 is not None or a.operand1 is None, "op", "operand1 is given without op1")
+    pair = (a.op0.name, a.op1.name if a.op1 else None)
+    need(not a.op0.bitvec or a.engine in (Engine.unknown, Engine.vector), "engine", "bitwise operators run on Vector")
+    scalar = a.engine is not Engine.scalar or pair in SCALAR_ENGINE_PAIRS
+    need(scalar, "op", f"the Scalar Engine of trn2 does multiply-add, multiply or add; got {pair}. Use engine.vector")
+    need(a.engine is not Engine.gpsimd or pair == ("rsqrt", None), "op", f"GpSimd does rsqrt only; got {pair}")
+    psum = MemoryRegion.psum in (a.dst.buffer, a.data.buffer)
+    fast = {Engine.scalar: "S", Engine.gpsimd: "G", Engine.vector: "V"}
+    letter = fast.get(a.engine, "G" if pair[0] == "rsqrt" and not psum else "V")
 
     def compute(x: Array, *rest: Array) -> Array:
-        x = like(x, dst)
-        if op0.bitvec:
+        if a.op0.bitvec:
             tiles = iter(rest)
-            a, b = (
-                like(next(tiles), dst)
-                if isinstance(v, NkiTensor)
-                else None
-                if v is None
-                else np.asarray(v).astype(x.dtype)
-                for v in (operand0, operand1)
-            )
+            values = [next(tiles) if isinstance(v, NkiTensor) else v for v in (a.operand0, a.operand1)]
+            p, q = (None if v is None else np.asarray(v).astype(x.dtype) for v in values)
+            p, q = (like(v, a.dst) if v is not None and v.ndim else v for v in (p, q))
         else:
             x = f32(x)
-            a, b = operands(rest, dst, operand0, operand1)
-            a, b = (np.float32(v) if isinstance(v, (int, float)) else v for v in (a, b))
-        x = alu(op0, x, a, reverse0)
-        return x if op1 is None else alu(op1, x, b, reverse1)
+            p, q = operands(rest, a.dst, a.operand0, a.operand1)
+        x = alu(a.op0, like(x, a.dst), p, a.reverse0)
+        return x if a.op1 is None else alu(a.op1, x, q, a.reverse1)
 
     return compute, letter
 
 
-@instruction(
-    "VG",
-    dst=out(),
-    data=tile(),
-    operand0=scalar_or_column(None),
-    operand1=tile(),
-    same=("dst", "data", "operand1"),
-    not_both_psum=("data", "operand1"),
-)
-def scalar_tensor_tensor(
-    dst: Any, data: Any, op0: Op, operand0: Any, op1: Op, operand1: Any, reverse0: bool = False, reverse1: bool = False
-) -> Any:
+@instruction("VG", same="dst data operand1", one_psum="data operand1", dst=OUT, data=IN, op0=REQUIRED, operand0=ANY_COLUMN, op1=REQUIRED, operand1=IN, reverse0=False, reverse1=False)  # fmt: skip
+def scalar_tensor_tensor(a: Args) -> Compute:
     """dst = (data <op0> operand0) <op1> operand1, operand1 a tile."""
-    need_op("scalar_tensor_tensor", op0, bitvec=False)
-    need_op("scalar_tensor_tensor", op1, bitvec=False)
+    need_alu(a.op0)
+    need_alu(a.op1)
 
     def compute(x: Array, *rest: Array) -> Array:
-        (a,) = operands(rest[:-1], dst, operand0)
-        return alu(op1, alu(op0, like(f32(x), dst), a, reverse0), like(f32(rest[-1]), dst), reverse1)
+        (p,) = operands(rest[:-1], a.dst, a.operand0)
+        return alu(a.op1, alu(a.op0, like(f32(x), a.dst), p, a.reverse0), like(f32(rest[-1]), a.dst), a.reverse1)
 
     return compute
 
 
-@instruction("V", dst=out(), data=tile(), same=("dst", "data"))
-def reciprocal(dst: Any, data: Any) -> Any:
+@instruction("V", same="dst data", dst=OUT, data=IN)
+def reciprocal(a: Args) -> Compute:
     """dst = 1 / data."""
     return lambda x: 1 / f32(x)
 
 
-# -- reductions -------------------------------------------------------------------------------------------------------
-@instruction("VG", dst=out(), data=tile())
-def tensor_reduce(dst: Any, op: Op, data: Any, axis: Any, negate: bool = False, keepdims: bool = False) -> Any:
+# -- reductions and scans ---------------------------------------------------------------------------------------------
+@instruction("VG", dst=OUT, op=REQUIRED, data=IN, axis=REQUIRED, negate=False, keepdims=False)
+def tensor_reduce(a: Args) -> Compute:
     """Reduce the trailing free axes."""
-    need_op("tensor_reduce", op)
-    rule(op.reduce is not None, "op", lambda: f"tensor_reduce: {op} is no reduction")
-    axes = sorted(a % data.ndim for a in ([axis] if isinstance(axis, int) else axis))
-    rule(
-        bool(axes) and axes == list(range(axes[0], data.ndim)) and axes[0] > 0,
-        "axis",
-        lambda: (
-            f"tensor_reduce: axis {axis} must be the last free axes of {data.shape}; axis 0 is the partition (use nc_transpose, nc_matmul with ones, or tensor_partition_reduce)"
-        ),
+    need_alu(a.op, None)
+    need(a.op.reduce is not None, "op", f"{a.op} is no reduction")
+    axes = sorted(i % a.data.ndim for i in ([a.axis] if isinstance(a.axis, int) else a.axis))
+    trailing = axes and axes == list(range(axes[0], a.data.ndim)) and axes[0] > 0
+    need(
+        trailing, "axis", f"axis {a.axis} must be the last free axes of {a.data} (0 is the partition: transpose first)"
     )
-    kept = data.shape[: axes[0]]
-    rule(
-        dst.shape[0] == kept[0] and dst.size == int(np.prod(kept)),
-        "shape",
-        lambda: f"tensor_reduce: dst {dst.shape} must hold {kept}, data {data.shape} without axes {axes}",
-    )
-    rule(
-        not op.bitvec or (not negate and dst.dtype in INTS and data.dtype in INTS),
-        "dtype",
-        lambda: f"tensor_reduce: {op} works on integers and cannot negate",
-    )
+    kept = a.data.shape[: axes[0]]
+    need_shape("dst", a.dst, kept[0], prod(kept[1:]))
+    need_ints(a.op, a.dst, a.data)
+    need(not (a.op.bitvec and a.negate), "op", f"{a.op} cannot be negated")
 
     def compute(x: Array) -> Array:
-        x = x if op.bitvec else f32(x)
-        reduced = fold(op, x.reshape(int(np.prod(kept)), -1))
-        return -reduced if negate else reduced
+        reduced = fold(a.op, (x if a.op.bitvec else f32(x)).reshape(prod(kept), -1))
+        return -reduced if a.negate else reduced
 
     return compute
 
 
-@instruction(
-    "V",
-    dst=out(),
-    data=tile(),
-    operand0=scalar_or_column(),
-    reduce_init=scalar_or_column(optional=True),
-    reduce_res=out(optional=True, column=True),
-    same=("dst", "data"),
-    special=True,
-)
-def tensor_scalar_reduce(
-    dst: Any,
-    data: Any,
-    op0: Op,
-    operand0: Any,
-    reduce_op: Op,
-    reduce_res: Any = None,
-    reverse0: bool = False,
-    reduce_cmd: reduce_cmd = reduce_cmd.reset_reduce,
-    reduce_init: Any = None,
-    reduce_res_negate: bool = False,
-) -> Any:
+@instruction("V", special=True, same="dst data", dst=OUT, data=IN, op0=REQUIRED, operand0=COLUMN, reduce_op=REQUIRED, reduce_res=OUT_COLUMN, reverse0=False, reduce_cmd=reduce_cmd.reset_reduce, reduce_init=COLUMN._replace(optional=True), reduce_res_negate=False)  # fmt: skip
+def tensor_scalar_reduce(a: Args) -> Compute:
     """dst = data <op0> operand0, folded over the free axes into the reduce registers."""
-    need_op("tensor_scalar_reduce", op0, bitvec=False)
-    check_reduce("tensor_scalar_reduce", reduce_op, ("add", "multiply", "maximum", "minimum"), reduce_cmd, reduce_init)
-    rule(
-        not reverse0,
-        "op",
-        lambda: "tensor_scalar_reduce: reverse0 is not supported by NKI; swap the operands or use tensor_scalar",
-    )
+    need_alu(a.op0)
+    need_reduce(a.reduce_op, ("add", "multiply", "maximum", "minimum"), a.reduce_cmd, a.reduce_init)
+    need(not a.reverse0, "op", "reverse0 is not supported by NKI here; swap the operands or use tensor_scalar")
 
     def body(x: Array, *rest: Array) -> Array:
-        (a,) = operands(rest, dst, operand0)
-        return alu(op0, like(f32(x), dst), a)
+        return alu(a.op0, like(f32(x), a.dst), operands(rest, a.dst, a.operand0)[0])
 
-    return reducing(
-        body,
-        lambda i: {
-            "op": reduce_op,
-            "cmd": reduce_cmd,
-            "res": reduce_res,
-            "init": reduce_init,
-            "negate": reduce_res_negate,
-        },
-    )
+    return reducing(a, a.reduce_op, a.reduce_cmd, body)
 
 
-@instruction(
-    "V",
-    dst=out(),
-    on_true=tile(),
-    predicate=tile(dtypes=("int8", "uint8", "int16", "uint16")),
-    on_false=scalar_or_column(None),
-    reduce_res=out(dtypes=FLOATS, optional=True, column=True),
-    same=("dst", "on_true", "predicate"),
-    not_both_psum=("on_true", "predicate"),
-    special=True,
-)
-def select_reduce(
-    dst: Any,
-    predicate: Any,
-    on_true: Any,
-    on_false: Any,
-    reduce_res: Any = None,
-    reduce_cmd: reduce_cmd = reduce_cmd.idle,
-    reduce_op: Op = OPS["maximum"],
-    reverse_pred: bool = False,
-) -> Any:
+_INT_PREDICATE = Tile(dtypes=("int8", "uint8", "int16", "uint16"))
+_NARROW = Tile(dtypes=(*FLOATS, "int16", "uint16", "int8", "uint8"))
+
+
+@instruction("V", special=True, same="dst predicate on_true", one_psum="on_true predicate", dst=OUT, predicate=_INT_PREDICATE, on_true=_NARROW, on_false=ANY_COLUMN, reduce_res=OUT_COLUMN._replace(dtypes=FLOATS), reduce_cmd=reduce_cmd.idle, reduce_op=OPS["maximum"], reverse_pred=False)  # fmt: skip
+def select_reduce(a: Args) -> Compute:
     """dst = on_true where the predicate holds, else on_false; optionally the maximum over the free axes."""
-    check_reduce("select_reduce", reduce_op, ("maximum",), reduce_cmd)
-    rule(on_true.dtype not in ("int32", "uint32"), "dtype", lambda: f"select_reduce: on_true cannot be {on_true.dtype}")
+    need_reduce(a.reduce_op, ("maximum",), a.reduce_cmd)
 
-    def body(x: Array, p: Array, *rest: Array) -> Array:
-        (other,) = operands(rest, dst, on_false)
-        chosen = like(p, dst) != 0
-        return np.where(~chosen if reverse_pred else chosen, like(f32(x), dst), other)
+    def body(p: Array, x: Array, *rest: Array) -> Array:
+        other = operands(rest, a.dst, a.on_false)[0]
+        return np.where((like(p, a.dst) != 0) != a.reverse_pred, like(f32(x), a.dst), other)
 
-    return reducing(body, lambda i: {"op": reduce_op, "cmd": reduce_cmd, "res": reduce_res})
+    return reducing(a, a.reduce_op, a.reduce_cmd, body)
 
 
-@instruction(
-    "V",
-    dst=out(),
-    on_true_tile=tile(dtypes=FLOATS),
-    bound0=column(("float32",)),
-    bound1=column(("float32",)),
-    reduce_res=out(optional=True, column=True),
-    same=("dst", "on_true_tile"),
-    special=True,
-)
-def range_select(
-    dst: Any,
-    on_true_tile: Any,
-    comp_op0: Op,
-    comp_op1: Op,
-    bound0: Any,
-    bound1: Any,
-    reduce_cmd: reduce_cmd = reduce_cmd.reset_reduce,
-    reduce_res: Any = None,
-    reduce_op: Op = OPS["maximum"],
-    range_start: int = 0,
-    on_false_value: float = FP32_MIN,
-) -> Any:
+@instruction("V", special=True, same="dst on_true_tile", dst=OUT, on_true_tile=Tile(dtypes=FLOATS), comp_op0=REQUIRED, comp_op1=REQUIRED, bound0=BOUND, bound1=BOUND, reduce_cmd=reduce_cmd.reset_reduce, reduce_res=OUT_COLUMN, reduce_op=OPS["maximum"], range_start=0, on_false_value=FP32_MIN)  # fmt: skip
+def range_select(a: Args) -> Compute:
     """Keep elements whose index (range_start + position) satisfies both comparisons; the others become the lowest float32."""
-    check_reduce("range_select", reduce_op, ("maximum",), reduce_cmd)
-    rule(
-        all(isinstance(c, Op) and c.name in COMPARISONS for c in (comp_op0, comp_op1)),
-        "op",
-        lambda: f"range_select: comparisons are {', '.join(COMPARISONS)}; got {comp_op0!r}, {comp_op1!r}",
-    )
-    rule(
-        np.float32(on_false_value) == np.float32(FP32_MIN),
-        "value",
-        lambda: f"range_select: on_false_value must be the lowest float32 ({FP32_MIN}); got {on_false_value}",
-    )
-    rule(
-        range_start + on_true_tile.free_size <= 2**24,
-        "value",
-        lambda: "range_select: indices must stay below 2**24, where float32 counts exactly",
-    )
-    index = np.arange(range_start, range_start + on_true_tile.free_size, dtype=np.float32)
+    need_reduce(a.reduce_op, ("maximum",), a.reduce_cmd)
+    compares = all(isinstance(c, Op) and c.name in COMPARISONS for c in (a.comp_op0, a.comp_op1))
+    need(compares, "op", f"comparisons are {COMPARISONS}; got {a.comp_op0!r}, {a.comp_op1!r}")
+    lowest = np.float32(FP32_MIN)
+    need(np.float32(a.on_false_value) == lowest, "value", f"on_false_value must be {FP32_MIN}; got {a.on_false_value}")
+    end = a.range_start + a.on_true_tile.free_size
+    need(end <= 2**24, "value", f"indices reach {end}; float32 counts exactly to 2**24")
+    index = np.arange(a.range_start, end, dtype=np.float32)
 
     def body(x: Array, low: Array, high: Array) -> Array:
-        keep = (alu(comp_op0, index, line(low)) != 0) & (alu(comp_op1, index, line(high)) != 0)
-        return np.where(keep, line(f32(x)), np.float32(FP32_MIN)).reshape(dst.shape)
+        keep = (alu(a.comp_op0, index, line(low)) != 0) & (alu(a.comp_op1, index, line(high)) != 0)
+        return np.where(keep, line(f32(x)), lowest).reshape(a.dst.shape)
 
-    return reducing(body, lambda i: {"op": reduce_op, "cmd": reduce_cmd, "res": reduce_res})
+    return reducing(a, a.reduce_op, a.reduce_cmd, body)
 
 
-@instruction(
-    "V",
-    dst=out(),
-    data0=tile(),
-    data1=tile(),
-    initial=scalar_or_column(None),
-    same=("dst", "data0", "data1"),
-    not_both_psum=("data0", "data1"),
-)
-def tensor_tensor_scan(
-    dst: Any, data0: Any, data1: Any, initial: Any, op0: Op, op1: Op, reverse0: bool = False, reverse1: bool = False
-) -> Any:
+def scan(state: Array, x: Array, step: Callable[[Array, Array, int], Array]) -> tuple[Array, Array]:
+    """state = step(x[:, i], state, i) along the free elements; all states [P, N] and the last."""
+    columns = line(x).T
+    result = np.empty(columns.shape, np.float32)
+    for i in range(len(columns)):
+        state = result[i] = step(columns[i], state, i)
+    return result.T, state
+
+
+@instruction("V", same="dst data0 data1", one_psum="data0 data1", dst=OUT, data0=IN, data1=IN, initial=ANY_COLUMN, op0=REQUIRED, op1=REQUIRED, reverse0=False, reverse1=False)  # fmt: skip
+def tensor_tensor_scan(a: Args) -> Compute:
     """r[i] = (data0[i] <op0> r[i-1]) <op1> data1[i], r[-1] = initial, along the free elements."""
-    need_op("tensor_tensor_scan", op0, bitvec=False)
-    need_op("tensor_tensor_scan", op1, bitvec=False)
+    need_alu(a.op0)
+    need_alu(a.op1)
 
-    def compute(a: Array, b: Array, *rest: Array) -> Array:
-        a, b = line(f32(a)).T, line(f32(b)).T
-        state = line(f32(rest[0]))[:, 0] if rest else np.full(a.shape[1], initial, np.float32)
-        result = np.empty_like(a)
-        for i in range(len(a)):
-            state = result[i] = alu(op1, alu(op0, a[i], state, reverse0), b[i], reverse1)
-        return result.T
+    def compute(x: Array, y: Array, *rest: Array) -> Array:
+        other = line(f32(y)).T
+        first = line(f32(rest[0]))[:, 0] if rest else np.full(len(x), a.initial, np.float32)
+        step = lambda v, state, i: alu(a.op1, alu(a.op0, v, state, a.reverse0), other[i], a.reverse1)  # noqa: E731
+        return scan(first, f32(x), step)[0]
 
     return compute
 
 
-@instruction(
-    "V",
-    dst=out(),
-    src=tile(),
-    imm0=scalar_or_column(),
-    imm1=scalar_or_column(optional=True),
-    same=("dst", "src"),
-    special=True,
-)
-def tensor_scalar_cumulative(
-    dst: Any, src: Any, op0: Op, op1: Op, imm0: Any, imm1: Any = None, reduce_cmd: reduce_cmd = reduce_cmd.reset_reduce
-) -> Any:
+_SHORT = Tile(dtypes=(*FLOATS, "int16", "uint16", "int8", "uint8"))
+
+
+@instruction("V", special=True, same="dst src", dst=_SHORT._replace(write=True), src=_SHORT, op0=REQUIRED, op1=REQUIRED, imm0=COLUMN, imm1=COLUMN._replace(optional=True), reduce_cmd=reduce_cmd.reset_reduce)  # fmt: skip
+def tensor_scalar_cumulative(a: Args) -> Compute:
     """r[i] = (src[i] <op0> imm0) <op1> r[i-1], starting from the reduce registers."""
-    need_op("tensor_scalar_cumulative", op0, bitvec=False)
-    check_reduce(
-        "tensor_scalar_cumulative", op1, ("add", "subtract", "multiply", "maximum", "minimum"), reduce_cmd, imm1
-    )
-    rule(
-        "int32" not in (dst.dtype, src.dtype) and "uint32" not in (dst.dtype, src.dtype),
-        "dtype",
-        lambda: f"tensor_scalar_cumulative: no 32-bit integers; got {dst!r}, {src!r}",
-    )
+    need_alu(a.op0)
+    need_reduce(a.op1, ("add", "subtract", "multiply", "maximum", "minimum"), a.reduce_cmd, a.imm1)
 
     def execute(machine: "Machine", instr: Instr) -> None:
-        (a,) = operands((machine.read(imm0, instr),) if isinstance(imm0, NkiTensor) else (), src, imm0)
-        values = line(alu(op0, f32(machine.read(src, instr)), a)).T
-        accumulate(machine, instr, values.T, op1, {Cmd.reset_reduce: Cmd.reset}.get(reduce_cmd, Cmd.idle), None)
-        lanes = slice(dst.partition, dst.partition + dst.shape[0])
-        registers = machine.accumulators[machine.core, instr.engine]
-        if reduce_cmd is Cmd.load_reduce:
-            registers[lanes] = line(f32(machine.read(imm1, instr)))[:, 0] if isinstance(imm1, NkiTensor) else imm1
-        state, result = registers[lanes].copy(), np.empty_like(values)
-        for i in range(len(values)):
-            state = result[i] = alu(op1, values[i], state)
-        registers[lanes] = state
-        machine.write(dst, result.T, instr)
+        imm0 = (machine.read(a.imm0, instr),) if isinstance(a.imm0, NkiTensor) else ()
+        x = alu(a.op0, f32(machine.read(a.src, instr)), operands(imm0, a.src, a.imm0)[0])
+        lanes = registers(machine, instr, a.op1, a.reduce_cmd, a.imm1)
+        values, lanes[:] = scan(lanes.copy(), x, lambda v, state, _: alu(a.op1, v, state))
+        machine.write(a.dst, values, instr)
 
     return execute
 
 
 # -- statistics, search, shuffle --------------------------------------------------------------------------------------
-@instruction("V", dst=out(), data=tile())
-def bn_stats(dst: Any, data: Any) -> Any:
+@instruction("V", dst=OUT, data=IN)
+def bn_stats(a: Args) -> Compute:
     """Count, mean and variance * count of the even elements of each partition, then of the odd ones."""
-    rule(
-        data.free_size <= BN_STATS_FREE,
+    n, limit = a.data.free_size, BN_STATS_FREE
+    need(
+        n <= limit,
         "bn-stats-free",
-        lambda: (
-            f"bn_stats: data {data.shape} has {data.free_size} elements per partition; at most {BN_STATS_FREE}. Call it per slice and bn_aggr over all"
-        ),
+        f"{n} elements per partition, at most {limit}; call it per slice and bn_aggr over all",
     )
-    rule(
-        dst.shape[0] == data.shape[0] and dst.free_size == 6,
-        "shape",
-        lambda: f"bn_stats: dst {dst.shape} must be ({data.shape[0]}, 6)",
-    )
+    need_shape("dst", a.dst, a.data.shape[0], 6)
 
     def compute(x: Array) -> Array:
-        x = line(f32(x))
         parts = []
-        for half in (x[:, 0::2], x[:, 1::2]):
-            n = half.shape[1]
-            mean = half.mean(axis=1) if n else np.zeros(len(x), np.float32)
-            m2 = np.square(half - mean[:, None]).sum(axis=1)
-            parts += [np.full(len(x), n, np.float32), mean, m2]
+        for half in (line(f32(x))[:, 0::2], line(f32(x))[:, 1::2]):
+            count = np.full(len(half), half.shape[1], np.float32)
+            mean = half.sum(axis=1) / np.maximum(count, 1)
+            parts += [count, mean, np.square(half - mean[:, None]).sum(axis=1)]
         return np.stack(parts, axis=1)
 
     return compute
 
 
-@instruction("V", dst=out(), data=tile())
-def bn_aggr(dst: Any, data: Any) -> Any:
+@instruction("V", dst=OUT, data=IN)
+def bn_aggr(a: Args) -> Compute:
     """Mean and variance from (count, mean, variance * count) triples."""
-    rule(
-        data.free_size % 3 == 0,
-        "shape",
-        lambda: f"bn_aggr: data {data.shape} must hold triples (count, mean, variance * count)",
-    )
-    rule(
-        dst.shape[0] == data.shape[0] and dst.free_size == 2,
-        "shape",
-        lambda: f"bn_aggr: dst {dst.shape} must be ({data.shape[0]}, 2)",
-    )
+    need(a.data.free_size % 3 == 0, "shape", f"data {a.data} must hold triples (count, mean, variance * count)")
+    need_shape("dst", a.dst, a.data.shape[0], 2)
 
     def compute(x: Array) -> Array:
         count, mean, m2 = (line(f32(x))[:, i::3] for i in range(3))
@@ -611,26 +385,21 @@ def bn_aggr(dst: Any, data: Any) -> Any:
     return compute
 
 
-def _search_size(title: str, view: NkiTensor) -> None:
-    rule(
-        SEARCH[0] <= view.free_size <= SEARCH[1],
-        "search-size",
-        lambda: (
-            f"{title}: {view!r} has {view.free_size} elements per partition; {SEARCH[0]} to {SEARCH[1]} are allowed"
-        ),
-    )
+def _searchable(view: NkiTensor) -> None:
+    n = view.free_size
+    need(8 <= n <= 16384, "search-size", f"{n} elements per partition; 8 to 16384 can be searched")
 
 
-@instruction("V", dst=out(), src=tile())
-def max8(dst: Any, src: Any) -> Any:
+@instruction("V", dst=OUT, src=IN)
+def max8(a: Args) -> Compute:
     """The eight largest values of each partition, descending."""
-    _search_size("max8", src)
-    rule(dst.shape == (src.shape[0], 8), "shape", lambda: f"max8: dst {dst.shape} must be ({src.shape[0]}, 8)")
+    _searchable(a.src)
+    need_shape("dst", a.dst, a.src.shape[0], 8)
     return lambda x: -np.sort(-line(f32(x)), axis=1)[:, :8]
 
 
 def _matches(x: Array, vals: Array, order: range) -> Array:
-    """Positions [P, 8] of vals in x, each occurrence taken once, duplicates in `order`; -1 where there is none."""
+    """Positions [P, 8] of vals in x, each occurrence taken once, duplicates in `order`; -1 (all ones) where there is none."""
     free = np.ones(x.shape, bool)
     found = np.full(vals.shape, -1, np.int64)
     lanes = np.arange(len(x))
@@ -643,93 +412,47 @@ def _matches(x: Array, vals: Array, order: range) -> Array:
     return found
 
 
-def _indices(found: Array, dtype: str) -> Array:
-    """Indices, all ones where nothing matched."""
-    return found.astype(NUMPY[dtype])  # type: ignore[index,no-any-return]
-
-
-@instruction("V", dst=out(dtypes=("uint16", "uint32")), data=tile(), vals=tile())
-def nc_find_index8(dst: Any, data: Any, vals: Any) -> Any:
+@instruction("V", dst=INDEX, data=IN, vals=IN)
+def nc_find_index8(a: Args) -> Compute:
     """Where the eight vals of each partition stand in data; equal vals take successive occurrences."""
-    _search_size("nc_find_index8", data)
-    rule(
-        vals.free_size == 8 and dst.free_size == 8 and dst.shape[0] == data.shape[0] == vals.shape[0],
-        "shape",
-        lambda: f"nc_find_index8: vals {vals.shape} and dst {dst.shape} must be ({data.shape[0]}, 8)",
-    )
-    return lambda x, v: _indices(_matches(line(f32(x)), line(f32(v)), range(8)), dst.dtype)
+    _searchable(a.data)
+    for name in ("dst", "vals"):
+        need_shape(name, getattr(a, name), a.data.shape[0], 8)
+    return lambda x, v: _matches(line(f32(x)), line(f32(v)), range(8)).astype(NUMPY[a.dst.dtype])
 
 
-@instruction(
-    "V",
-    dst=out(),
-    data=tile(),
-    vals=tile(),
-    dst_idx=out(dtypes=("uint16", "uint32"), optional=True),
-    same=("dst", "data"),
-)
-def nc_match_replace8(dst: Any, data: Any, vals: Any, imm: float, dst_idx: Any = None) -> Any:
+@instruction("V", same="dst data", dst=OUT, data=IN, vals=IN, imm=REQUIRED, dst_idx=INDEX._replace(optional=True))
+def nc_match_replace8(a: Args) -> Compute:
     """data with one occurrence of each val replaced by imm; equal vals take occurrences from the last val backwards."""
-    _search_size("nc_match_replace8", data)
-    rule(
-        vals.free_size == 8 and vals.shape[0] == data.shape[0],
-        "shape",
-        lambda: f"nc_match_replace8: vals {vals.shape} must be ({data.shape[0]}, 8)",
-    )
+    _searchable(a.data)
+    need_shape("vals", a.vals, a.data.shape[0], 8)
 
     def compute(x: Array, v: Array) -> Any:
         x = line(f32(x)).copy()
         found = _matches(x, line(f32(v)), range(7, -1, -1))
         lane, k = np.nonzero(found >= 0)
-        x[lane, found[lane, k]] = imm
-        return x if dst_idx is None else (x, _indices(found, dst_idx.dtype))
+        x[lane, found[lane, k]] = a.imm
+        return x if a.dst_idx is None else (x, found.astype(NUMPY[a.dst_idx.dtype]))
 
     return compute
 
 
-@instruction("V", dst=out(), src=tile(), same_dtype=("dst", "src"), special=True)
-def nc_stream_shuffle(dst: Any, src: Any, shuffle_mask: Any) -> Any:
+@instruction("V", special=True, same_dtype="dst src", dst=OUT, src=IN, shuffle_mask=REQUIRED)
+def nc_stream_shuffle(a: Args) -> Compute:
     """Within each 32 partitions, dst partition i takes src partition mask[i]; 255 leaves it as it is."""
-    mask = [int(m) for m in shuffle_mask]
-    rule(
-        len(mask) == 32 and all(0 <= m < 32 or m == 255 for m in mask),
-        "shuffle-mask",
-        lambda: f"nc_stream_shuffle: the mask has 32 entries, 0..31 or 255; got {mask}",
-    )
-    rule(
-        dst.free_size == src.free_size,
-        "shape",
-        lambda: f"nc_stream_shuffle: dst {dst.shape} and src {src.shape} must have the same elements per partition",
-    )
-    active = -(-max(dst.shape[0], src.shape[0]) // 32) * 32
-    starts = (0,) if active > 64 else (0, 64) if active == 64 else (0, 32, 64, 96)
-    for view in (dst, src):
-        rule(
-            view.partition in starts,
-            "start-partition",
-            lambda v=view: (
-                f"nc_stream_shuffle: {v!r} starts at partition {v.partition}; with {active} active partitions it may start at {starts}"
-            ),
-        )
+    mask = np.array([int(m) for m in a.shuffle_mask])
+    valid = len(mask) == 32 and all(0 <= m < 32 or m == 255 for m in mask)
+    need(valid, "shuffle-mask", f"the mask has 32 entries, 0..31 or 255; got {list(mask)}")
+    need_shape("dst", a.dst, a.dst.shape[0], a.src.free_size)
+    lanes = np.arange(a.dst.shape[0])
+    wanted = mask[lanes % 32]
+    source, keep = lanes // 32 * 32 + wanted, wanted == 255
+    inside = keep | (source < a.src.shape[0])
+    need(inside.all(), "shuffle-mask", f"the mask takes partition {source.max(where=~keep, initial=0)} of {a.src}")
 
     def execute(machine: "Machine", instr: Instr) -> None:
-        x = line(machine.read(src, instr))
-        lanes = np.arange(dst.shape[0])
-        wanted = np.array(mask)[lanes % 32]
-        source = lanes // 32 * 32 + wanted
-        keep = wanted == 255
-        outside = ~keep & (source >= len(x))
-        if outside.any():
-            refuse(
-                "shuffle-mask",
-                f"nc_stream_shuffle: partition {int(lanes[outside][0])} takes partition {int(source[outside][0])} of a source with {len(x)}",
-                instr.where,
-            )
-        values = x[np.where(keep | outside, 0, source)].reshape(dst.shape)
-        chosen = np.broadcast_to((~keep).reshape(-1, *(1,) * (dst.ndim - 1)), dst.shape)
-        if keep.any():
-            partial_write(machine, instr, dst, chosen, values)
-        else:
-            machine.write(dst, values, instr)
+        values = line(machine.read(a.src, instr))[np.where(keep, 0, source)].reshape(a.dst.shape)
+        chosen = np.broadcast_to(~keep.reshape(-1, *(1,) * (a.dst.ndim - 1)), a.dst.shape)
+        write_where(machine, instr, a.dst, chosen, values)
 
     return execute
