@@ -13,6 +13,7 @@ from nki_sim.errors import unsupported
 __all__ = ["install", "uninstall"]
 
 _replaced: dict[str, ModuleType | None] = {}
+_attributes: list[tuple[ModuleType, str]] = []  # names given to modules that live on
 
 
 def install(compat: str | None = None) -> None:
@@ -37,11 +38,17 @@ def install(compat: str | None = None) -> None:
     for name, module in modules.items():
         _replaced[name] = sys.modules.get(name)
         sys.modules[name] = module
+        parent, _, child = name.rpartition(".")
+        if parent and child not in vars(modules[parent]):
+            setattr(modules[parent], child, module)
+            _attributes.append((modules[parent], child))
 
 
 def uninstall() -> None:
     """Undo install()."""
     errors.compat = None
+    while _attributes:
+        delattr(*_attributes.pop())
     for name, module in _replaced.items():
         sys.modules.pop(name, None)
         if module is not None:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from nki_sim import errors
 from nki_sim.dtypes import DType, as_dtype
 from nki_sim.errors import Where
 
@@ -152,6 +153,8 @@ class NkiTensor:
         return f"{self.buffer.value}{list(self.shape)} {self.dtype}"
 
     def __bool__(self) -> bool:
+        if errors.compat:  # NKI 0.3's front end: a tensor that is there is true
+            return True
         raise TypeError("device-value: a tensor's values are not known while tracing; Python cannot branch on them")
 
     def __iter__(self) -> Iterator["NkiTensor"]:
