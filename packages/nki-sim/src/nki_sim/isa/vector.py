@@ -323,6 +323,9 @@ def tensor_tensor_scan(a: Args) -> Compute:
     def compute(x: Array, y: Array, *rest: Array) -> Array:
         other = line(f32(y)).T
         first = line(f32(rest[0]))[:, 0] if rest else np.full(len(x), a.initial, np.float32)
+        neutral = {"multiply": 1.0, "add": 0.0}.get(a.op0.name)
+        if neutral is not None and isinstance(a.op1.reduce, np.ufunc) and a.op1.name != "subtract" and (x == neutral).all():
+            return a.op1.reduce.accumulate(np.vstack([first, other]), axis=0)[1:].T  # a cumulative sum, in the same order
         step = lambda v, state, i: alu(a.op1, alu(a.op0, v, state, a.reverse0), other[i], a.reverse1)  # noqa: E731
         return scan(first, f32(x), step)[0]
 
