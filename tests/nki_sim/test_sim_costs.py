@@ -143,8 +143,8 @@ def test_the_tensor_engines_time_splits_into_useful_transposed_and_padding():
         nisa.nc_transpose(ps(64, 64, **BF), x)
 
     core = nki_sim.report(kernel).cores[0]
-    assert core.busy_ns["tensor"] == pytest.approx(128 / 2.4) and core.transpose_ns == pytest.approx(64 / 2.4)
-    assert core.useful_ns == pytest.approx(64 / 4 / 2.4) and core.padding_ns == pytest.approx(48 / 2.4)
+    assert core.busy_ns["tensor"] == pytest.approx(128 / 2.4) and core.pe_ns["transpose"] == pytest.approx(64 / 2.4)
+    assert core.pe_ns["useful"] == pytest.approx(64 / 4 / 2.4) and core.pe_ns["padding"] == pytest.approx(48 / 2.4)
 
 
 def test_loops_cost_what_they_ran_and_two_cores_count_apart():

@@ -56,8 +56,8 @@ def f32(x: np.ndarray) -> np.ndarray:
 def cast(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Convert as the engines do: floats round to nearest even (beyond range: inf where the format has one, else its
     largest value), integers round to nearest even and saturate (NaN becomes 0)."""
-    if x.dtype == dtype:
-        return x
+    if x.dtype == dtype or x.dtype.kind == "b":
+        return x.astype(dtype, copy=False)
     if dtype.kind in "iu":
         info = np.iinfo(dtype)
         if x.dtype.kind not in "iub":

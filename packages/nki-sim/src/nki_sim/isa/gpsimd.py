@@ -94,7 +94,7 @@ def tensor_partition_reduce(a: Args) -> Compute:
     need_ints(a.op, a.dst, a.data)
     if a.op.name == "average":
         return lambda x: f32(x).mean(axis=0)
-    return lambda x: a.op.reduce.reduce(x if a.op.bitvec else f32(x), axis=0)
+    return lambda x: a.op.alu.reduce(x if a.op.bitvec else f32(x), axis=0)
 
 
 @instruction("G", special=True, dst=Tile(SBUF, ("int32",), write=True), src=Tile(SBUF, ("float32", "int32")), index_offset=0, padding_val=-1)  # fmt: skip

@@ -1,6 +1,7 @@
 """The Vector Engine's instructions (several run on Scalar or GpSimd as well): element-wise, reductions, search."""
 
 from collections.abc import Callable
+from functools import reduce
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -68,22 +69,14 @@ def need_ints(op: Op, *views: NkiTensor) -> None:
 
 def fold(op: Op, x: Array) -> Array:
     """Reduce the free axes: [P]."""
-    assert op.reduce is not None
-    if isinstance(op.reduce, np.ufunc):
-        return op.reduce.reduce(line(x), axis=1)  # type: ignore[no-any-return]
-    columns = line(x).T
-    result = columns[0]
-    for c in columns[1:]:
-        result = op.reduce(result, c)
-    return result
+    assert op.alu is not None
+    return op.alu.reduce(line(x), axis=1) if isinstance(op.alu, np.ufunc) else reduce(op.alu, line(x).T)
 
 
 def registers(machine: "Machine", op: Op, cmd: reduce_cmd, init: Any) -> Array:
     """The engine's reduce registers for the lanes of dst, reset or loaded as `cmd` says."""
-    dst = machine.instr.writes[0]
-    lanes = machine.accumulators.setdefault(
-        (machine.core, machine.instr.engine), np.full(PARTITIONS, np.nan, np.float32)
-    )
+    dst, empty = machine.instr.writes[0], np.full(PARTITIONS, np.nan, np.float32)
+    lanes = machine.accumulators.setdefault((machine.core, machine.instr.engine), empty)
     lanes = lanes[dst.partition : dst.partition + dst.shape[0]]
     if cmd in (reduce_cmd.reset, reduce_cmd.reset_reduce):
         lanes[:] = op.identity
@@ -101,8 +94,7 @@ def reducing(a: Args, op: Op, cmd: reduce_cmd, body: Callable[..., Array]) -> Ca
         machine.write(a.dst, values)
         lanes = registers(machine, op, cmd, init)
         if cmd not in (reduce_cmd.idle, reduce_cmd.reset):
-            assert op.reduce is not None
-            lanes[:] = op.reduce(lanes, fold(op, f32(values)))
+            lanes[:] = alu(op, lanes, fold(op, f32(values)))
         if a.reduce_res is not None:
             machine.write(a.reduce_res, -lanes if getattr(a, "reduce_res_negate", False) else lanes)
 
@@ -239,7 +231,7 @@ def reciprocal(a: Args) -> Compute:
 def tensor_reduce(a: Args) -> Compute:
     """Reduce the trailing free axes."""
     need_alu(a.op, None)
-    need(a.op.reduce is not None, "op", f"{a.op} is no reduction")
+    need(a.op.identity is not None, "op", f"{a.op} is no reduction")
     axes = sorted(i % a.data.ndim for i in ([a.axis] if isinstance(a.axis, int) else a.axis))
     trailing = axes and axes == list(range(axes[0], a.data.ndim)) and axes[0] > 0
     need(
@@ -324,8 +316,13 @@ def tensor_tensor_scan(a: Args) -> Compute:
         other = line(f32(y)).T
         first = line(f32(rest[0]))[:, 0] if rest else np.full(len(x), a.initial, np.float32)
         neutral = {"multiply": 1.0, "add": 0.0}.get(a.op0.name)
-        if neutral is not None and isinstance(a.op1.reduce, np.ufunc) and a.op1.name != "subtract" and (x == neutral).all():
-            return a.op1.reduce.accumulate(np.vstack([first, other]), axis=0)[1:].T  # a cumulative sum, in the same order
+        if (
+            neutral is not None
+            and isinstance(a.op1.alu, np.ufunc)
+            and a.op1.name != "subtract"
+            and (x == neutral).all()
+        ):
+            return a.op1.alu.accumulate(np.vstack([first, other]), axis=0)[1:].T  # a cumulative sum, in the same order
         step = lambda v, state, i: alu(a.op1, alu(a.op0, v, state, a.reverse0), other[i], a.reverse1)  # noqa: E731
         return scan(first, f32(x), step)[0]
 
