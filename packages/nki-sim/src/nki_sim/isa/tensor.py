@@ -1,0 +1,130 @@
+"""The Tensor Engine: matrix multiplication into PSUM, and transposition through it."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from nki_sim.constants import engine as Engine
+from nki_sim.constants import matmul_perf_mode
+from nki_sim.dtypes import f32
+from nki_sim.errors import need, refuse
+from nki_sim.limits import MOVING_FREE, PARTITIONS, PSUM_BANK_BYTES, STATIONARY_FREE
+from nki_sim.program import tracer
+from nki_sim.rules import IN, OUT, PSUM, SBUF, Args, Compute, Tile, instruction
+from nki_sim.tensor import MemoryRegion, NkiTensor
+
+if TYPE_CHECKING:
+    from nki_sim.machine import Machine
+
+FP8 = ("float8_e4m3", "float8_e5m2")
+OPERAND = Tile(SBUF, ("float32", "bfloat16", "float16", *FP8))
+DOUBLE = matmul_perf_mode.double_row
+
+
+@instruction(
+    "T",
+    special=True,
+    dst=Tile(PSUM, write=True),
+    stationary=OPERAND,
+    moving=OPERAND,
+    is_stationary_onezero=False,
+    is_moving_onezero=False,
+    is_transpose=False,
+    accumulate=None,
+    tile_position=(),
+    tile_size=(),
+    perf_mode=matmul_perf_mode.none,
+)
+def nc_matmul(a: Args) -> Compute:
+    """dst[M, N] (+)= stationary[K, M].T @ moving[K, N], K on partitions (double_row: and on a first free dimension of 2).
+    accumulate=None overwrites what no matmul has written and adds to what one has."""
+    pair, double = (a.stationary, a.moving), a.perf_mode is DOUBLE
+    m, n = (v.free_size // (1 + double) for v in pair)
+    if double:
+        need(all(v.dtype in FP8 for v in pair), "dtype", f"double_row needs float8 operands; got {pair}")
+        need(all(v.ndim > 2 and v.shape[1] == 2 for v in pair), "shape", f"double_row needs a first free 2; got {pair}")
+    need(bool(a.tile_position) == bool(a.tile_size), "tile-position", "tile_position and tile_size are set together")
+    rows, columns = tuple(a.tile_size) or (PARTITIONS, STATIONARY_FREE)
+    at = tuple(a.tile_position) or (0, 0)
+    fits = all(
+        s in (32, 64, 128) and p % s == 0 and 0 <= p <= 128 - s for p, s in zip(at, (rows, columns), strict=True)
+    )
+    need(
+        fits,
+        "tile-position",
+        f"tile_size {rows, columns} is 32, 64 or 128, tile_position {at} a multiple inside 128 x 128",
+    )
+    need(not double or columns == 128, "tile-position", "double_row excludes column tiling")
+    need(
+        pair[0].shape[0] == pair[1].shape[0] <= rows, "shape", f"{pair} contract over dimension 0, equal and <= {rows}"
+    )
+    need(m <= columns, "stationary-free", f"stationary has {m} free elements, at most {columns}; split the output rows")
+    need(
+        n <= MOVING_FREE,
+        "moving-free",
+        f"moving has {n} free elements, at most {MOVING_FREE} on trn2; split the columns",
+    )
+    need(
+        (a.dst.shape[0], a.dst.free_size) == (m, n),
+        "shape",
+        f"dst {a.dst} must be ({m}, {n}): stationary x moving free",
+    )
+    need(len({v.dtype == "float32" for v in pair}) == 1, "dtype", f"float32 pairs only with float32; got {pair}")
+    kept = (a.stationary.dtype, a.moving.dtype) if a.is_transpose else ("float32",)
+    need(a.dst.dtype in kept, "dtype", f"dst must be {' or '.join(kept)} (a transpose keeps its dtype); got {a.dst}")
+    _one_bank(a.dst)
+    trace, key = tracer(), a.dst.storage.key
+    undecided = a.accumulate is None and trace.home.get(key) is not trace.blocks[-1] and key not in trace.matmul_base
+    fix = "whether a pass overwrites or adds is not known at compile time; pass accumulate= or allocate it inside"
+    need(not (undecided and trace.depth), "accumulate", f"{a.dst.storage} is from outside this dynamic loop: {fix}")
+    trace.matmul_base.add(key)
+    return _matmul
+
+
+def _one_bank(view: NkiTensor) -> None:
+    size, storage = view.dtype.itemsize, view.storage
+    first = (storage.address or (0, 0))[1] + view.offset * size % storage.pitch
+    last = first + (view.extent(1) + 1) * size
+    one = first // PSUM_BANK_BYTES == (last - 1) // PSUM_BANK_BYTES
+    need(one, "psum-bank", f"dst {view} covers bytes {first}..{last} and crosses a PSUM bank of {PSUM_BANK_BYTES}")
+
+
+def _matmul(machine: "Machine") -> None:
+    a = Args(**machine.instr.args)
+    x, y = (f32(machine.read(v)) for v in (a.stationary, a.moving))
+    rows = x.shape[0] * (2 if a.perf_mode is DOUBLE else 1)
+    x, y = x.reshape(rows, -1), y.reshape(rows, -1)
+    exact = a.is_transpose and y.shape[0] == y.shape[1] and np.array_equal(y, np.eye(len(y)))
+    values = (x.T if exact else x.T @ y).reshape(a.dst.shape)
+    offset = machine.locate(a.dst)
+    if a.accumulate is not False and offset is not None and not a.is_transpose:
+        cell = machine.cell(a.dst.storage)
+        assert cell.base is not None
+        base = cell.over(cell.base, a.dst, offset)
+        if a.accumulate and not base.all():
+            fix = "start with accumulate=False (memset is no base on trn2)"
+            refuse("accumulate", f"nc_matmul adds to {a.dst.storage} where no matmul has written; {fix}")
+        base = base.all(axis=-1) if base.ndim > a.dst.ndim else base
+        if base.any():
+            values = np.where(base, values + cell.array(a.dst, offset), values)
+        elif a.accumulate is None and (cell.written is None or cell.over(cell.written, a.dst, offset).any()):
+            fix = "adding to that is undefined on trn2; pass accumulate=False"
+            refuse("accumulate", f"nc_matmul on {a.dst.storage}, which another instruction wrote: {fix}")
+    machine.write(a.dst, values, matmul=not a.is_transpose)
+
+
+@instruction("TV", same_dtype="dst data", dst=OUT, data=IN, engine=Engine.unknown)
+def nc_transpose(a: Args) -> tuple[Compute, str]:
+    """dst[F, P] = data[P, F].T: to 128 x 128 from SBUF to PSUM on the Tensor Engine, to 32 x 32 on the Vector Engine."""
+    p, f = a.data.shape[0], a.data.free_size
+    through_pe = a.data.buffer is MemoryRegion.sbuf and a.dst.buffer is MemoryRegion.psum
+    letter = "V" if a.engine is Engine.vector or (a.engine is Engine.unknown and not through_pe) else "T"
+    need(
+        letter == "V" or through_pe, "buffer", f"the Tensor Engine reads SBUF and writes PSUM; got {a.data} -> {a.dst}"
+    )
+    side = 32 if letter == "V" else 128
+    need(max(p, f) <= side, "transpose-size", f"data {a.data} exceeds {side} x {side} on this engine; split it")
+    need((a.dst.shape[0], a.dst.free_size) == (f, p), "shape", f"dst {a.dst} must be ({f}, {p}): {a.data} transposed")
+    if letter == "T":
+        _one_bank(a.dst)
+    return (lambda x: x.reshape(p, f).T), letter

@@ -1,0 +1,186 @@
+"""What every instruction shares, written once: its signature as data, and the checks that read it.
+
+    @instruction("VG", same="dst data1 data2", dst=OUT, data1=IN, data2=IN, op=REQUIRED, engine=Engine.unknown)
+    def tensor_tensor(a): ...
+
+Keywords are the parameters in order: a Tile is a tensor, REQUIRED anything without a default, the rest are defaults. The
+function gets them as `a`, refuses what is special to it with `need`, and returns `compute`: the arrays that are read, in
+order, to the array written (float32 or exact; the machine converts).
+"""
+
+from collections.abc import Callable
+from inspect import Parameter, Signature
+from types import SimpleNamespace as Args
+from typing import Any, NamedTuple
+
+from nki_sim.constants import engine as Engine
+from nki_sim.errors import doing, kernel_line, need
+from nki_sim.limits import FREE_DIMENSIONS, PARTITIONS, start_partitions
+from nki_sim.program import Instr, tracer
+from nki_sim.tensor import MemoryRegion, NkiTensor
+
+__all__ = [
+    "COLUMN",
+    "HBM",
+    "IN",
+    "INSTRUCTIONS",
+    "OUT",
+    "OUT_COLUMN",
+    "PSUM",
+    "REQUIRED",
+    "SBUF",
+    "Args",
+    "Compute",
+    "Tile",
+    "instruction",
+    "need",
+]
+
+SBUF, PSUM = frozenset({MemoryRegion.sbuf}), frozenset({MemoryRegion.psum})
+HBM = frozenset({MemoryRegion.private_hbm, MemoryRegion.shared_hbm})
+ENGINES = {"T": "tensor", "V": "vector", "S": "scalar", "G": "gpsimd", "D": "dma", "Y": "sync"}
+REQUIRED = object()
+Compute = Callable[..., Any] | None
+
+
+class Tile(NamedTuple):
+    """What an operand may be. `column`: one element per partition; `scalar`: a number will do."""
+
+    buffers: frozenset[MemoryRegion] = SBUF | PSUM
+    dtypes: tuple[str, ...] | None = None
+    write: bool = False
+    optional: bool = False
+    scalar: bool = False
+    column: bool = False
+    default: float | None = None  # of a number that may be left out
+
+
+IN, OUT = Tile(), Tile(write=True)
+OUT_COLUMN = Tile(write=True, optional=True, column=True)
+COLUMN = Tile(dtypes=("float32",), scalar=True, column=True)  # a number, or float32 one per partition
+INSTRUCTIONS: dict[str, Callable[..., Instr]] = {}
+
+
+def instruction(
+    engines: str,
+    *,
+    same: str = "",
+    same_dtype: str = "",
+    one_psum: str = "",
+    special: bool = False,
+    **parameters: Any,
+) -> Callable[[Callable[[Args], Any]], Callable[..., Instr]]:
+    """Declare an instruction of these engines (T V S G, D DMA, Y sync; the first by default, or the one that the function
+    returns beside `compute`). `same`: operands of equal partitions and elements per partition; `same_dtype`; `one_psum`:
+    at most one of them in PSUM; `special`: compute(machine, instr) does its own reading and writing."""
+    tiles = {n: p for n, p in parameters.items() if isinstance(p, Tile)}
+    defaults = {n: p for n, p in parameters.items() if p is not REQUIRED and n not in tiles}
+    defaults |= {n: t.default for n, t in tiles.items() if t.optional or t.default is not None}
+    names = list(parameters)
+
+    def decorate(body: Callable[[Args], Any]) -> Callable[..., Instr]:
+        title = body.__name__
+
+        def call(*args: Any, **kwargs: Any) -> Instr:
+            kwargs.pop("name", None)
+            bound = defaults | dict(zip(names, args, strict=False)) | kwargs
+            wrong = [n for n in bound if n not in parameters] or [n for n in names if n not in bound]
+            if wrong or len(args) > len(names) or any(n in kwargs for n in names[: len(args)]):
+                raise TypeError(
+                    f"nisa.{title}({', '.join(names)}) called with {len(args)} values and {list(kwargs)}: {wrong}"
+                )
+            doing.append((title, None))
+            try:
+                a = Args(**{n: bound[n] for n in names})
+                engine = bound.get("engine", Engine.unknown)
+                letter = next((e for e in engines if ENGINES[e] == engine.name), engines[0])
+                allowed = "D" in engines or engine is Engine.unknown or ENGINES[letter] == engine.name
+                need(allowed, "engine", f"runs on {', '.join(ENGINES[e] for e in engines)}; got {engine}")
+                reads, writes = _operands(a, tiles, engines)
+                _agree(a, same, same_dtype, one_psum)
+                compute = body(a)
+                compute, letter = compute if isinstance(compute, tuple) else (compute, letter)
+                for view in (*reads, *writes) if letter == "G" else ():
+                    need(view.buffer is not MemoryRegion.psum, "engine-buffer", f"GpSimd cannot reach PSUM: {view}")
+                return tracer().emit(
+                    Instr(title, ENGINES[letter], vars(a), reads, writes, kernel_line(), compute, special)
+                )
+            finally:
+                doing.pop()
+
+        call.__name__, call.__doc__, call.body = title, body.__doc__, body  # type: ignore[attr-defined]
+        kind = Parameter.POSITIONAL_OR_KEYWORD
+        call.__signature__ = Signature([Parameter(n, kind, default=defaults.get(n, Parameter.empty)) for n in names])  # type: ignore[attr-defined]
+        INSTRUCTIONS[title] = call
+        return call
+
+    return decorate
+
+
+def _operands(a: Args, tiles: dict[str, Tile], engines: str) -> tuple[tuple[NkiTensor, ...], tuple[NkiTensor, ...]]:
+    reads: list[NkiTensor] = []
+    writes: list[NkiTensor] = []
+    for name, tile in tiles.items():
+        value = getattr(a, name)
+        if value is None and tile.optional:
+            continue
+        for view in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(view, NkiTensor):
+                _check(name, view, tile, engines)
+                if tile.column:
+                    good = view.free_size == 1 and view.shape[0] == a.dst.shape[0]
+                    need(good, "shape", f"{name} must be ({a.dst.shape[0]}, 1), one element per partition; got {view}")
+                (writes if tile.write else reads).append(view)
+            elif not (tile.scalar and (isinstance(view, (int, float)) or getattr(view, "shape", None) == ())):
+                raise TypeError(f"operand: nisa.{doing[-1][0]} needs a tensor for {name}; got {view!r}")
+    return tuple(reads), tuple(writes)
+
+
+def _check(name: str, view: NkiTensor, tile: Tile, engines: str) -> None:
+    where = " or ".join(sorted(b.value for b in tile.buffers))
+    need(view.buffer in tile.buffers, "buffer", f"{name} must be in {where}; got {view}")
+    if tile.dtypes is not None:
+        need(view.dtype in tile.dtypes, "dtype", f"{name} must be {' or '.join(tile.dtypes)}; got {view}")
+    if tile.write:
+        once = all(s or n == 1 for s, n in zip(view.strides, view.shape, strict=True))
+        need(
+            once,
+            "broadcast-write",
+            f"{name} repeats addresses (stride 0 in {view.get_pattern()}); write each element once",
+        )
+    if not view.buffer.on_chip:
+        return
+    n = view.shape[0]
+    need(n <= PARTITIONS, "partitions", f"{name} {view} has {n} partitions, at most {PARTITIONS}; split dimension 0")
+    dims = _free_dims(view)
+    limit = f"hardware access patterns have {FREE_DIMENSIONS}; split the instruction"
+    need(dims <= FREE_DIMENSIONS, "access-pattern", f"{name} {view} needs {dims} free dimensions, {limit}")
+    index = view.indirect_index
+    if engines[0] == "D" or "Y" in engines:
+        return
+    need(index is None or index.kind == "scalar", "indirect", f"{name} {view}: only DMA takes a vector_offset")
+    starts = start_partitions(n)
+    found = f"{name} {view} starts at partition {view.partition}; {n} partitions start at {starts}"
+    rule = "> 64: 0; 33..64: 0, 64; <= 32: 0, 32, 64, 96"
+    need((index and index.dim == 0) or view.partition in starts, "start-partition", f"{found} ({rule})")
+
+
+def _agree(a: Args, same: str, same_dtype: str, one_psum: str) -> None:
+    def views(names: str) -> list[NkiTensor]:
+        return [v for v in (getattr(a, n) for n in names.split()) if isinstance(v, NkiTensor)]
+
+    sizes = {(v.shape[0], v.free_size) for v in views(same)}
+    need(len(sizes) < 2, "shape", f"{same} must agree in partitions and elements per partition; got {views(same)}")
+    need(len({v.dtype for v in views(same_dtype)}) < 2, "dtype", f"{same_dtype} must agree; got {views(same_dtype)}")
+    psum = [v for v in views(one_psum) if v.buffer is MemoryRegion.psum]
+    need(len(psum) < 2, "engine-buffer", f"{one_psum} cannot both be in PSUM; copy one to SBUF")
+
+
+def _free_dims(view: NkiTensor) -> int:
+    """Free dimensions an access pattern needs once neighbours that lie end to end are one."""
+    count, expected = 0, None
+    for stride, n in reversed(list(zip(view.strides[1:], view.shape[1:], strict=True))):
+        if n > 1:
+            count += stride != expected
+            expected = stride * n
+    return count
