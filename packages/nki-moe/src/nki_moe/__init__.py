@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nki_moe.experts.op import grouped_mlp, routed_mlp
     from nki_moe.limits import Fit, check, check_rope
-    from nki_moe.rope.op import rope
+    from nki_moe.rotary.op import rope
 
 __all__ = ["Fit", "check", "check_rope", "grouped_mlp", "rope", "routed_mlp"]
 
@@ -18,7 +18,7 @@ _HOMES = {
     "check": "limits",
     "check_rope": "limits",
     "grouped_mlp": "experts.op",
-    "rope": "rope.op",
+    "rope": "rotary.op",
     "routed_mlp": "experts.op",
 }
 

@@ -119,13 +119,16 @@ def _split(
     return Split(n_f, n_d, ahead), max(need.total(ahead) for need in needs)
 
 
-def check_rope(head_dim: int, *, dtype: object = "bfloat16") -> None:
-    """ValueError unless the RoPE kernel takes heads of this size."""
+def check_rope(rows: int, head_dim: int, *, dtype: object = "bfloat16", lnc: int | None = None) -> None:
+    """ValueError, with the nearest valid sizes, unless the RoPE kernel takes `rows` tokens (batch x length) of such heads."""
+    lnc = logical_cores() if lnc is None else lnc
     name = str(dtype).removeprefix("torch.")
     if name not in BYTES:
         raise ValueError(f"dtype {name}: the RoPE kernel takes {' or '.join(BYTES)}")
     if head_dim % 2 or not 2 <= head_dim <= 512:
         raise ValueError(f"head_dim {head_dim}: must be even and at most 512; nearest: {max(2, min(512, head_dim // 2 * 2))}")
+    if rows < 1 or rows % lnc:
+        raise ValueError(f"{rows} tokens: must be a positive multiple of LNC={lnc}; nearest: {max(1, -(-rows // lnc)) * lnc}")
 
 
 def logical_cores() -> int:

@@ -1,14 +1,15 @@
-"""Starting the kernels: the operators' functions, with NKI doing the work (on nki-sim, or through torch_neuronx).
+"""The operators' functions with the kernels doing the work, as experts.host does it in torch.
 
-`run(kernel, *tensors, **constants)` is all that differs between the two.
+How a kernel is started is the last argument: on nki-sim, or on Trainium (neuron.py).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nki_moe.backend import choose
+from nki_moe import simulated
 from nki_moe.limits import PARTITIONS, check
 from nki_moe.tiling import columns, routing
 
@@ -29,6 +30,7 @@ def forward(
     order_R: Tensor | None,
     scores_TK: Tensor | None,
     save: bool,
+    run: Callable[..., Any] = simulated.run,
 ) -> tuple[Tensor, Tensor]:
     """As experts.host.forward."""
     from nki_moe.experts import kernel
@@ -57,6 +59,7 @@ def backward_data(
     order_R: Tensor | None,
     scores_TK: Tensor | None,
     saved: Tensor,
+    run: Callable[..., Any] = simulated.run,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As experts.host.backward_data."""
     from nki_moe.experts import kernel
@@ -88,6 +91,7 @@ def backward_weights(
     scores_TK: Tensor | None,
     saved: Tensor,
     dgu: Tensor,
+    run: Callable[..., Any] = simulated.run,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As experts.host.backward_weights."""
     from nki_moe.experts import kernel
@@ -107,16 +111,6 @@ def backward_weights(
         f_splits=fit.backward_weights.f_splits,
         ahead=fit.backward_weights.ahead,
     )
-
-
-def run(kernel: Any, lnc: int, *tensors: Tensor, **constants: Any) -> Any:
-    """Launch on the pair of cores (or the one) of a logical NeuronCore."""
-    from nki_moe.toolchain import nki
-
-    if choose(tensors[0].device.type) == "sim":
-        with nki.checks(record=("unwritten-output",)):  # kept columns beyond the last expert's stay unwritten, and unread
-            return kernel[lnc](*tensors, **constants)
-    return kernel[lnc](*tensors, **constants)
 
 
 def _kernel_view(kept: Tensor) -> Tensor:

@@ -20,6 +20,8 @@ from nki_moe.experts import host
 
 __all__ = ["grouped_mlp", "routed_mlp"]
 
+_choose = torch.compiler.assume_constant_result(choose)
+
 
 def grouped_mlp(x_RD: Tensor, counts_E: Tensor, w1_EFD: Tensor, w2_EDF: Tensor, w3_EFD: Tensor) -> Tensor:
     """y = (silu(x w1) * (x w3)) w2 for each row with its expert's weights; differentiable in x and the weights.
@@ -70,10 +72,11 @@ def _run(
 ) -> Tensor:
     inputs = (x, w1, w2, w3) if scores_TK is None else (x, w1, w2, w3, scores_TK)
     save = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
-    if choose(x.device.type) == "nki":
+    if _choose(x.device.type) == "nki":
         from nki_moe import neuron
 
-        return neuron.experts().forward(x, counts_E, w1, w2, w3, order_R, scores_TK, save)[0]
+        neuron.register(x.device.type)
+        return torch.ops.nki_moe.grouped_mlp_nki(x, counts_E, w1, w2, w3, order_R, scores_TK, save)[0]
     return forward(x, counts_E, w1, w2, w3, order_R, scores_TK, save)[0]
 
 
