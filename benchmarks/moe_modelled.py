@@ -80,7 +80,6 @@ def measure(R: int, E: int, even: bool, lnc: int, fused: bool) -> list[dict[str,
         counts = torch.randint(E, (R,), generator=generator).bincount(minlength=E)
 
     reports: list[Any] = []
-    real_run = launch.run
 
     def run(kernel: Any, cores: int, *tensors: torch.Tensor, **constants: Any) -> Any:
         import nki_sim
@@ -91,13 +90,9 @@ def measure(R: int, E: int, even: bool, lnc: int, fused: bool) -> list[dict[str,
         reports.append(report)
         return outputs
 
-    launch.run = run
-    try:
-        _, saved = launch.forward(x, counts, w1, w2, w3, order, scores, True)
-        _, _, dgu = launch.backward_data(dy, counts, w1, w2, w3, order, scores, saved)
-        launch.backward_weights(dy, x, counts, order, scores, saved, dgu)
-    finally:
-        launch.run = real_run
+    _, saved = launch.forward(x, counts, w1, w2, w3, order, scores, True, run)
+    _, _, dgu = launch.backward_data(dy, counts, w1, w2, w3, order, scores, saved, run)
+    launch.backward_weights(dy, x, counts, order, scores, saved, dgu, run)
 
     weights, row, kept = 3 * E * D * F * 2, x.shape[0] * D * 2, R * F * 2
     found = []

@@ -66,7 +66,7 @@ def test_splits_of_f_and_d_change_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     """What 235B needs (its weights exceed SBUF), at a size that runs quickly: SBUF made to look small."""
     monkeypatch.setattr("nki_moe.limits.SBUF_BYTES", 26_000)
     fit = nki_moe.check(140, 2, 512, 512)
-    assert fit.forward.f_splits > 1 and fit.backward_weights.f_splits > 1 and not fit.backward_data.ahead
+    assert fit.backward_data.f_splits > 1 and fit.backward_weights.f_splits > 1 and not fit.forward.ahead
     check_grouped(nki_moe.grouped_mlp, [13, 120], 140, 512, 512, BF16)
 
 

@@ -15,7 +15,7 @@ from nki_moe.rotary import op as rope
 
 __all__ = ["register"]
 
-_checked: dict[str, bool] = {}
+_checked: dict[str, bool | None] = {}
 
 
 @torch.compiler.assume_constant_result
@@ -25,12 +25,18 @@ def register(device_type: str) -> bool:
     RuntimeError, with the versions at hand, when the kernels' answer is not torch's (case in point: SDK upgrades after which kernels
     of an old namespace imported and returned zeros).
     """
-    if not _checked:
+    if not hasattr(torch.ops.nki_moe, "grouped_mlp_nki"):
         _define()
     if device_type not in _checked:
-        _checked[device_type] = False
-        self_check(device_type)
+        _checked[device_type] = None  # the check itself comes by here
+        try:
+            self_check(device_type)
+        except BaseException:
+            _checked[device_type] = False
+            raise
         _checked[device_type] = True
+    if _checked[device_type] is False:
+        raise RuntimeError("nki-moe's self-check failed before in this process; NKI_MOE_BACKEND=torch runs without kernels")
     return True
 
 
