@@ -42,15 +42,15 @@ def forward(
     y = rows.output(x)
     widen = Widened(x.dtype)
     for e, spans in rows.experts():
-        w1_FD, w2_DF, w3_FD = widen(w1_EFD, e), widen(w2_EDF, e), widen(w3_EFD, e)
         for span in spans:
             x_nD = rows.read(x, span).to(widen.dtype)
-            g_nF, u_nF = x_nD @ w1_FD.T, x_nD @ w3_FD.T
+            g_nF = x_nD @ widen(w1_EFD, e).T
+            u_nF = x_nD @ widen(w3_EFD, e).T
             h_nF = F.silu(g_nF).mul_(u_nF)
             if save:
                 for kept_RF, value_nF in zip(saved_3RF, (g_nF, u_nF, h_nF), strict=True):
                     kept_RF[span] = value_nF
-            y_nD = h_nF @ w2_DF.T
+            y_nD = h_nF @ widen(w2_EDF, e).T
             rows.write(y, span, y_nD if scores_TK is None else y_nD * rows.scores(span, widen.dtype))
     return rows.finish(y, x.dtype), saved_3RF
 
@@ -73,9 +73,8 @@ def backward_data(
     dscores = torch.zeros_like(scores_TK) if scores_TK is not None else dy.new_empty((0,))
     widen = Widened(dy.dtype)
     for e, spans in rows.experts():
-        w1_FD, w2_DF, w3_FD = widen(w1_EFD, e), widen(w2_EDF, e), widen(w3_EFD, e)
         for span in spans:
-            dh_nF = rows.read(dy, span).to(widen.dtype) @ w2_DF
+            dh_nF = rows.read(dy, span).to(widen.dtype) @ widen(w2_EDF, e)
             g_nF, u_nF, h_nF = (kept_RF[span].to(widen.dtype) for kept_RF in saved_3RF)
             if order_R is not None:  # <dy, y> = <dy w2, h>: the score's gradient without y
                 dscores.view(-1)[order_R[span]] = (dh_nF * h_nF).sum(dim=1).to(dscores.dtype)
@@ -85,7 +84,8 @@ def backward_data(
             dg_nF = dh_nF.mul_(u_nF).mul_(s_nF * (1 + g_nF * (1 - s_nF)))
             dgu_2RF[0, span] = dg_nF
             dgu_2RF[1, span] = du_nF
-            rows.write(dx, span, torch.addmm(dg_nF @ w1_FD, du_nF, w3_FD))
+            dx_nD = dg_nF @ widen(w1_EFD, e)
+            rows.write(dx, span, dx_nD.addmm_(du_nF, widen(w3_EFD, e)))
     return rows.finish(dx, dy.dtype), dscores, dgu_2RF
 
 
@@ -107,15 +107,20 @@ def backward_weights(
         if not spans:
             for dw in (dw1_EFD, dw2_EDF, dw3_EFD):
                 dw[e].zero_()
-        for i, span in enumerate(spans):
-            x_nD, dy_nD = rows.read(x, span).to(widen.dtype), rows.read(dy, span).to(widen.dtype)
-            if scores_TK is not None:
-                dy_nD = dy_nD * rows.scores(span, widen.dtype)
-            dg_nF, du_nF, h_nF = (kept[span].to(widen.dtype) for kept in (*dgu_2RF, saved_3RF[2]))
-            last = i == len(spans) - 1
-            widen.product(dw1_EFD, e, dg_nF, x_nD, first=i == 0, last=last)
-            widen.product(dw2_EDF, e, dy_nD, h_nF, first=i == 0, last=last)
-            widen.product(dw3_EFD, e, du_nF, x_nD, first=i == 0, last=last)
+        for dw, kept_RF, other, swap in (
+            (dw1_EFD, dgu_2RF[0], x, False),
+            (dw2_EDF, saved_3RF[2], dy, True),
+            (dw3_EFD, dgu_2RF[1], x, False),
+        ):
+            total = widen.target(dw, e)
+            for i, span in enumerate(spans):
+                kept_nF, other_nD = kept_RF[span].to(widen.dtype), rows.read(other, span).to(widen.dtype)
+                if swap and scores_TK is not None:
+                    other_nD = other_nD * rows.scores(span, widen.dtype)
+                left, right = (other_nD, kept_nF) if swap else (kept_nF, other_nD)
+                torch.addmm(total, left.T, right, beta=min(i, 1), out=total)  # the first overwrites
+            if spans and total.dtype != dw.dtype:
+                dw[e] = total
     return dw1_EFD, dw2_EDF, dw3_EFD
 
 
@@ -169,35 +174,24 @@ class Rows:
 
 
 class Widened:
-    """Matrices of one expert in the dtype matmuls run in; buffers are reused from expert to expert."""
+    """One matrix of one expert at a time in the dtype matmuls run in, in one buffer: what was given before is gone."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = _compute_dtype(dtype)
-        self.buffers: dict[int, Tensor] = {}
+        self.buffer: Tensor | None = None
 
     def __call__(self, w_EMN: Tensor, e: int) -> Tensor:
         if w_EMN.dtype == self.dtype:
             return w_EMN[e]
-        return self._buffer(w_EMN).copy_(w_EMN[e])
+        return self.target(w_EMN, e).copy_(w_EMN[e])
 
-    def product(self, out_EMN: Tensor, e: int, a_nM: Tensor, b_nN: Tensor, first: bool, last: bool) -> None:
-        """out[e] = the sum over an expert's spans of a^T b."""
+    def target(self, out_EMN: Tensor, e: int) -> Tensor:
+        """Where out[e] may be computed: itself, or the buffer."""
         if out_EMN.dtype == self.dtype:
-            target = out_EMN[e]
-        else:
-            target = self._buffer(out_EMN)
-        if first:
-            torch.mm(a_nM.T, b_nN, out=target)
-        else:
-            target.addmm_(a_nM.T, b_nN)
-        if last and target.dtype != out_EMN.dtype:
-            out_EMN[e] = target
-
-    def _buffer(self, like_EMN: Tensor) -> Tensor:
-        key = id(like_EMN)
-        if key not in self.buffers:
-            self.buffers[key] = torch.empty(like_EMN.shape[1:], dtype=self.dtype, device=like_EMN.device)
-        return self.buffers[key]
+            return out_EMN[e]
+        if self.buffer is None:
+            self.buffer = torch.empty(out_EMN[0].numel(), dtype=self.dtype, device=out_EMN.device)
+        return self.buffer.view(out_EMN.shape[1:])
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
