@@ -44,7 +44,9 @@ def main() -> None:
     if options.rounds < 5:
         parser.error(f"--rounds {options.rounds}: a median of fewer than 5 rounds says little")
     torch.set_num_threads(1)
-    print(f"{'rows':>5} {'experts':>7} {'peer':24} {'s ours':>7} {'s peer':>7} {'time peer/ours':>20} {'MB ours':>8} {'MB peer':>8} {'max rel. error':>14}")
+    print(
+        f"{'rows':>5} {'experts':>7} {'peer':24} {'s ours':>7} {'s peer':>7} {'time peer/ours':>20} {'MB ours':>8} {'MB peer':>8} {'max rel. error':>14}"
+    )
     rows: list[dict[str, Any]] = []
     for experts in options.experts or (128, 8):
         for count, batched in ((options.rows, False), (options.batched_rows, True)):
@@ -59,7 +61,11 @@ def main() -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     partial = options.out.with_suffix(".tmp")
     native = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    partial.write_text(json.dumps({"torch": torch.__version__, "native_bf16": native, "rounds": options.rounds, "rows": rows}, indent=1))
+    partial.write_text(
+        json.dumps(
+            {"torch": torch.__version__, "native_bf16": native, "rounds": options.rounds, "rows": rows}, indent=1
+        )
+    )
     partial.replace(options.out)
 
 
@@ -70,7 +76,8 @@ def measure(R: int, E: int, rounds: int, batched: bool) -> list[dict[str, Any]]:
     chosen = torch.randint(E, (R,), generator=generator).sort().values
     counts = chosen.bincount(minlength=E)
     w1, w2, w3 = (
-        (torch.randn(s, generator=generator) * 0.02).bfloat16().requires_grad_() for s in ((E, F, D), (E, D, F), (E, F, D))
+        (torch.randn(s, generator=generator) * 0.02).bfloat16().requires_grad_()
+        for s in ((E, F, D), (E, D, F), (E, F, D))
     )
     steps: dict[str, Step] = {"ours": gradients(lambda: nki_moe.grouped_mlp(x, counts, w1, w2, w3), dy, x, w1, w2, w3)}
     if batched:
@@ -130,7 +137,14 @@ def gradients(forward: Callable[[], Tensor], dy: Tensor, *inputs: Tensor) -> Ste
 def transformers_step(name: str, x: Tensor, dy: Tensor, chosen: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Step:
     """One step of Transformers' experts; gate and up are one parameter there."""
     E = w1.shape[0]
-    config = SimpleNamespace(num_experts=E, num_local_experts=E, hidden_size=D, moe_intermediate_size=F, hidden_act="silu", _experts_implementation=name)
+    config = SimpleNamespace(
+        num_experts=E,
+        num_local_experts=E,
+        hidden_size=D,
+        moe_intermediate_size=F,
+        hidden_act="silu",
+        _experts_implementation=name,
+    )
     layer = Qwen3MoeExperts(config)
     layer.gate_up_proj = torch.nn.Parameter(torch.cat([w1.detach(), w3.detach()], dim=1))
     layer.down_proj = torch.nn.Parameter(w2.detach())
@@ -139,7 +153,11 @@ def transformers_step(name: str, x: Tensor, dy: Tensor, chosen: Tensor, w1: Tens
 
     def forward() -> Tensor:
         if name == "eager":
-            return type(layer).forward.__wrapped__(layer, x, index, weight) if hasattr(type(layer).forward, "__wrapped__") else layer(x, index, weight)
+            return (
+                type(layer).forward.__wrapped__(layer, x, index, weight)
+                if hasattr(type(layer).forward, "__wrapped__")
+                else layer(x, index, weight)
+            )
         return getattr(transformers_moe, functions[name])(layer, x, index, weight)
 
     def step() -> dict[str, Tensor]:

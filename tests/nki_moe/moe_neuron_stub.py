@@ -22,7 +22,9 @@ def nki_op(name: str, mutates_args: Any) -> Callable[[Any], Any]:
         assert not isinstance(function, Kernel), "register the function that calls the kernel, not the kernel"
         signature = inspect.signature(function)
         bare = [p.name for p in signature.parameters.values() if p.annotation is p.empty]
-        assert not bare and signature.return_annotation is not signature.empty, f"{name}: not annotated: {bare or 'result'}"
+        assert not bare and signature.return_annotation is not signature.empty, (
+            f"{name}: not annotated: {bare or 'result'}"
+        )
         op = torch.library.custom_op(name, function, mutates_args=mutates_args)
         op.register_fake(function)
         return op
@@ -30,7 +32,7 @@ def nki_op(name: str, mutates_args: Any) -> Callable[[Any], Any]:
     return decorate
 
 
-class wrap_nki:  # noqa: N801: as torch_neuronx spells it
+class wrap_nki:  # as torch_neuronx spells it
     def __init__(self, kernel: Any) -> None:
         assert isinstance(kernel, Kernel), "wrap_nki takes an @nki.jit kernel"
         self.kernel, self.grid = kernel, 1

@@ -18,7 +18,9 @@ def test_unset_torch_runs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_neuron_tensor_asks_for_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    with pytest.raises(ModuleNotFoundError, match="torch_neuronx and nki.isa cannot be imported.*NKI_MOE_BACKEND=torch"):
+    with pytest.raises(
+        ModuleNotFoundError, match=r"torch_neuronx and nki\.isa cannot be imported.*NKI_MOE_BACKEND=torch"
+    ):
         choose("neuron")
     monkeypatch.setenv(VARIABLE, "torch")
     assert choose("neuron") == "torch"

@@ -30,7 +30,9 @@ def test_blockwise_computes_grouped_mlp(counts: list[int], spare: int, block_siz
     rows = max(1, sum(counts) + spare)
     x, counts_E, weights = problem(counts, rows, 12, 8, torch.float32)
     a = blockwise(x.detach(), counts_E, *(w.detach() for w in weights), block_size)
-    a = a._replace(gate_up_proj_weight=a.gate_up_proj_weight.requires_grad_(), down_proj_weight=a.down_proj_weight.requires_grad_())
+    a = a._replace(
+        gate_up_proj_weight=a.gate_up_proj_weight.requires_grad_(), down_proj_weight=a.down_proj_weight.requires_grad_()
+    )
     y = documented(a, block_size)
     wanted = definition(reference.grouped_mlp, x, counts_E, *weights)
     torch.testing.assert_close(y.detach(), wanted["y"])
@@ -41,7 +43,9 @@ def test_blockwise_computes_grouped_mlp(counts: list[int], spare: int, block_siz
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=8), st.sampled_from([128, 256]))
-def test_every_row_is_in_one_block_of_its_expert_and_the_worst_case_suffices(counts: list[int], block_size: int) -> None:
+def test_every_row_is_in_one_block_of_its_expert_and_the_worst_case_suffices(
+    counts: list[int], block_size: int
+) -> None:
     rows = max(1, sum(counts))
     x, counts_E, weights = problem(counts, rows, 4, 4, torch.float32)
     a = blockwise(x.detach(), counts_E, *(w.detach() for w in weights), block_size)

@@ -41,7 +41,10 @@ def test_is_the_half_split_rotation_with_its_gradient(backend: str, lnc: str, mo
     found = nki_moe.rope(q, k, cos, sin)
     c, s = cos[:, :, None], sin[:, :, None]
     wanted = tuple(x * c + rotate_half(x) * s for x in (q, k))
-    gradients = [torch.autograd.grad([t.square().sum() * (1 + i) for i, t in enumerate(pair)], [q, k]) for pair in (found, wanted)]
+    gradients = [
+        torch.autograd.grad([t.square().sum() * (1 + i) for i, t in enumerate(pair)], [q, k])
+        for pair in (found, wanted)
+    ]
     torch.testing.assert_close((*found, *gradients[0]), (*wanted, *gradients[1]))
 
 

@@ -49,11 +49,15 @@ def test_sums_over_a_tokens_experts_are_rounded_once() -> None:
 def test_opcheck_passes(dtype: torch.dtype) -> None:
     x, counts, weights = problem([4, 0, 9], 13, 24, 40, dtype)
     torch.library.opcheck(op.forward, (x, counts, *weights, None, None, True))
-    torch.library.opcheck(op.forward, (x, counts, *weights, None, None, False), test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        op.forward, (x, counts, *weights, None, None, False), test_utils=("test_schema", "test_faketensor")
+    )
     y, saved = op.forward(x.detach(), counts, *(w.detach() for w in weights), None, None, True)
     dx, _, dgu = op.backward_data(y, counts, *(w.detach() for w in weights), None, None, saved)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(op.backward_data, (y, counts, *(w.detach() for w in weights), None, None, saved), test_utils=tests)
+    torch.library.opcheck(
+        op.backward_data, (y, counts, *(w.detach() for w in weights), None, None, saved), test_utils=tests
+    )
     torch.library.opcheck(op.backward_weights, (dx, x.detach(), counts, None, None, saved, dgu), test_utils=tests)
 
 

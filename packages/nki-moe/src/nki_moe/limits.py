@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 __all__ = ["Fit", "Split", "check", "check_rope", "logical_cores"]
 
-SBUF_BYTES = 224 * 1024 - 16384 - 8 - 520  # per partition, less what compiler and runtime keep (nki-library d2ad3a5 plans so)
+SBUF_BYTES = (
+    224 * 1024 - 16384 - 8 - 520
+)  # per partition, less what compiler and runtime keep (nki-library d2ad3a5 plans so)
 PARTITIONS = P = 128  # partitions of SBUF and PSUM
 TILE = 512  # rows of a tile: a PSUM bank of float32, the widest matmul
 MAX_EXPERTS = 512  # a launch's tables stay small; Qwen3 has 128
@@ -126,9 +128,13 @@ def check_rope(rows: int, head_dim: int, *, dtype: object = "bfloat16", lnc: int
     if name not in BYTES:
         raise ValueError(f"dtype {name}: the RoPE kernel takes {' or '.join(BYTES)}")
     if head_dim % 2 or not 2 <= head_dim <= 512:
-        raise ValueError(f"head_dim {head_dim}: must be even and at most 512; nearest: {max(2, min(512, head_dim // 2 * 2))}")
+        raise ValueError(
+            f"head_dim {head_dim}: must be even and at most 512; nearest: {max(2, min(512, head_dim // 2 * 2))}"
+        )
     if rows < 1 or rows % lnc:
-        raise ValueError(f"{rows} tokens: must be a positive multiple of LNC={lnc}; nearest: {max(1, -(-rows // lnc)) * lnc}")
+        raise ValueError(
+            f"{rows} tokens: must be a positive multiple of LNC={lnc}; nearest: {max(1, -(-rows // lnc)) * lnc}"
+        )
 
 
 def logical_cores() -> int:

@@ -36,7 +36,9 @@ def register(device_type: str) -> bool:
             raise
         _checked[device_type] = True
     if _checked[device_type] is False:
-        raise RuntimeError("nki-moe's self-check failed before in this process; NKI_MOE_BACKEND=torch runs without kernels")
+        raise RuntimeError(
+            "nki-moe's self-check failed before in this process; NKI_MOE_BACKEND=torch runs without kernels"
+        )
     return True
 
 

@@ -37,7 +37,7 @@ def blockwise(
 ) -> Blockwise:
     """nki-library's view of grouped_mlp's arguments: each row is a token of its own, with affinity 1 to its expert. Rows past the last
     expert's are in no block. Row T of the result is padding."""
-    (R, D), (E, F, _) = x_RD.shape, w1_EFD.shape
+    (R, D), E = x_RD.shape, w1_EFD.shape[0]
     N, device = blocks(R, E, block_size), x_RD.device
     counts = counts_E.long()
     end = counts.cumsum(0)

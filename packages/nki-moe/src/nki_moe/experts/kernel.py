@@ -18,7 +18,20 @@ A buffer's suffix says where it is: _sb SBUF, _ps PSUM, _hbm scratch; arguments 
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from nki_moe.tiling import FULL, MANY, NONE, ODD, PAIRS, TAIL_ROWS, TAILS, TAILS_AFTER, TAILS_ALONE, TILE, WIDTH, columns
+from nki_moe.tiling import (
+    FULL,
+    MANY,
+    NONE,
+    ODD,
+    PAIRS,
+    TAIL_ROWS,
+    TAILS,
+    TAILS_AFTER,
+    TAILS_ALONE,
+    TILE,
+    WIDTH,
+    columns,
+)
 from nki_moe.toolchain import nisa, nki, nl
 
 P = 128
@@ -80,16 +93,14 @@ def forward(
 
             def compute(at: Tile, n: int, xT_sb: Any) -> None:
                 h_sb = nl.ndarray((P, Fs // P, n), dtype, buffer=nl.sbuf)
-                g_sb = nl.ndarray((P, Fs // P, n), dtype, buffer=nl.sbuf) if save else None
-                u_sb = nl.ndarray((P, Fs // P, n), dtype, buffer=nl.sbuf) if save else None
+                g_sb: Any = nl.ndarray((P, Fs // P, n), dtype, buffer=nl.sbuf) if save else None
+                u_sb: Any = nl.ndarray((P, Fs // P, n), dtype, buffer=nl.sbuf) if save else None
                 for f in range(Fs // P):
                     g_ps = nl.ndarray((P, n), nl.float32, buffer=nl.psum)
                     u_ps = nl.ndarray((P, n), nl.float32, buffer=nl.psum)
                     for ps, w_sb in ((g_ps, w1T_sb), (u_ps, w3T_sb)):
                         for d in range(D // P):
-                            nisa.nc_matmul(
-                                ps, w_sb[:, d, f * P : (f + 1) * P], xT_sb[:, d, :], accumulate=d > 0
-                            )
+                            nisa.nc_matmul(ps, w_sb[:, d, f * P : (f + 1) * P], xT_sb[:, d, :], accumulate=d > 0)
                     silu_sb = nl.ndarray((P, n), nl.float32, buffer=nl.sbuf)
                     nisa.activation(silu_sb, nl.silu, g_ps)
                     nisa.tensor_tensor(h_sb[:, f, :], silu_sb, u_ps, nl.multiply)
@@ -335,7 +346,9 @@ def backward_weights(
 
             def begin(_: Any) -> None:
                 for sum_sb in sum_sbs:
-                    for m in range(sum_sb.shape[1]):  # in pieces, so that the first can be ready before the last is free
+                    for m in range(
+                        sum_sb.shape[1]
+                    ):  # in pieces, so that the first can be ready before the last is free
                         nisa.memset(sum_sb[:, m, :], 0.0, engine=nisa.engine.gpsimd)
 
             def end(_: Any) -> None:
@@ -451,7 +464,9 @@ class Walk:
         row, column = self.places[place]
         nisa.register_load(row, self.at_sb[:, 0:1])
         nisa.register_load(column, self.at_sb[:, 1:2])
-        nisa.tensor_tensor(self.at_sb, self.at_sb, self.step_sb, nl.add)  # of integers: on GpSimd, which nothing holds up
+        nisa.tensor_tensor(
+            self.at_sb, self.at_sb, self.step_sb, nl.add
+        )  # of integers: on GpSimd, which nothing holds up
         return tile(Tile(self, expert, n, tail, row, column))
 
     def zero(self, y: Any, clear: Any, d0: int, width: int) -> None:
@@ -563,9 +578,7 @@ class Tile:
         pitch, n = C * blocks, self.n
         pattern = [[pitch, P], [n, features // P], [P, self.blocks], [1, self.p]]
         offset = kind * P * pitch + f0 // P * n
-        nisa.dma_transpose(
-            dst=value_sb, src=kept.ap(pattern, offset=offset, scalar_offset=self.column, indirect_dim=1)
-        )
+        nisa.dma_transpose(dst=value_sb, src=kept.ap(pattern, offset=offset, scalar_offset=self.column, indirect_dim=1))
         return value_sb
 
     # -- one number a row -------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ def rope(q: Any, k: Any, cos: Any, sin: Any, head_dim: int, inverse: bool) -> An
             return x_sb
 
         cos_sb, sin_sb = load(cos, half), load(sin, half)
-        for x, out in zip((q, k), outputs):  # noqa: B905: kernels take no keyword-only arguments of builtins
+        for x, out in zip((q, k), outputs, strict=True):
             width = x.shape[1]
             heads = width // head_dim
             x_sb, y_sb = load(x, width), nl.ndarray((n, width), x.dtype, buffer=nl.sbuf)

@@ -34,7 +34,12 @@ def rope(q_BLNH: Tensor, k_BLMH: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
         ValueError: shapes that do not fit together.
     """
     B, L, _, H = q_BLNH.shape if q_BLNH.ndim == 4 else (-1, -1, -1, -1)
-    if q_BLNH.ndim != 4 or k_BLMH.shape != (B, L, k_BLMH.shape[2], H) or cos.shape not in ((L, H), (B, L, H)) or sin.shape != cos.shape:
+    if (
+        q_BLNH.ndim != 4
+        or k_BLMH.shape != (B, L, k_BLMH.shape[2], H)
+        or cos.shape not in ((L, H), (B, L, H))
+        or sin.shape != cos.shape
+    ):
         raise ValueError(
             f"q is {tuple(q_BLNH.shape)}, k {tuple(k_BLMH.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}; expected "
             "(B, L, N, H), (B, L, M, H) and twice (L, H) or (B, L, H)"
