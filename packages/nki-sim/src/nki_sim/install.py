@@ -26,7 +26,7 @@ def install(compat: str | None = None) -> None:
         raise ValueError(f"compat={compat!r}: None or '0.3'")
     if sys.modules.get("nki.isa") is not isa and _real_nki():
         raise RuntimeError(
-            "a real nki.isa can be imported here; use it, or nki_sim by its own name. An alias would hide AWS's package"
+            "a real nki.isa can be imported here, which an alias would hide; use nki_sim by its own name"
         )
     uninstall()
     top = _module("nki", jit=kernel.jit, simulate=kernel.simulate, language=language, isa=isa)

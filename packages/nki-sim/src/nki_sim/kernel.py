@@ -181,9 +181,7 @@ def specialise(kernel: Any, args: tuple, kwargs: dict[str, Any]) -> Program:
     _share(cores)
     for view in flatten(cores[0].result):
         if isinstance(view, NkiTensor) and view.buffer is not MemoryRegion.shared_hbm:
-            refuse(
-                "output", f"the kernel returns {view.storage}; allocate outputs with buffer=nl.shared_hbm", kernel.where
-            )
+            refuse("output", f"the kernel returns {view.storage}; outputs are nl.shared_hbm", kernel.where)
     return Program(kernel, cores, plan(cores), describe(bound), digest(cores, TARGETS[wanted]))
 
 
@@ -208,9 +206,7 @@ def _share(cores: list[CoreProgram]) -> None:
     for key, a in first.items():
         for b in (other[key] for other in others if key in other):
             if (a.shape, a.dtype) != (b.shape, b.dtype):
-                refuse(
-                    "divergence", f"core 0 allocates {a} where core 1 allocates {b}; both must make the same tensors"
-                )
+                refuse("divergence", f"core 0 allocates {a} where core 1 allocates {b}; they must agree")
             a.unit = b.unit = min(a.unit, b.unit)
 
 
@@ -237,7 +233,5 @@ def _aws_simulate() -> Callable[..., Any]:
     except ImportError:
         raise ModuleNotFoundError("backend='nki' needs AWS's nki package; the one on PyPI is a placeholder") from None
     if theirs is simulate:
-        raise ModuleNotFoundError(
-            "backend='nki': `nki` is this simulator here (nki_sim.install); AWS's is not installed"
-        )
+        raise ModuleNotFoundError("backend='nki': `nki` is this simulator here; AWS's is not installed")
     return theirs  # type: ignore[no-any-return]

@@ -47,26 +47,6 @@ class tile_size:
     sbuf_size_bytes = limits.PARTITIONS * limits.SBUF_BYTES
 
 
-def is_hbm(buffer: MemoryRegion) -> bool:
-    """Whether a buffer is in HBM."""
-    return not buffer.on_chip
-
-
-def is_on_chip(buffer: MemoryRegion) -> bool:
-    """Whether a buffer is SBUF or PSUM."""
-    return buffer.on_chip
-
-
-def is_psum(buffer: MemoryRegion) -> bool:
-    """Whether a buffer is PSUM."""
-    return buffer is psum
-
-
-def is_sbuf(buffer: MemoryRegion) -> bool:
-    """Whether a buffer is SBUF."""
-    return buffer is sbuf
-
-
 def ndarray(shape: Any, dtype: Any, buffer: MemoryRegion = sbuf, name: str = "", address: Any = None) -> NkiTensor:
     """A new tensor, nothing written in it. On chip dimension 0 is the partition; `address` is (partition, byte)."""
     sizes = tuple(int(n) for n in (shape if isinstance(shape, (tuple, list)) else (shape,)))
@@ -78,7 +58,7 @@ def ndarray(shape: Any, dtype: Any, buffer: MemoryRegion = sbuf, name: str = "",
     if buffer.on_chip and len(sizes) < 2:
         refuse(
             "shape",
-            f"{what}: an on-chip tensor has a partition and a free dimension; use ({sizes[0]}, 1) or (1, {sizes[0]})",
+            f"{what}: on chip there is a free dimension as well; use (n, 1) or (1, n)",
         )
     if buffer.on_chip and sizes[0] > limits.PARTITIONS:
         refuse("partitions", f"{what}: {sizes[0]} partitions of {limits.PARTITIONS}; split dimension 0 into tiles")
@@ -101,11 +81,6 @@ def full(shape: Any, fill_value: float, dtype: Any, buffer: MemoryRegion = sbuf,
 def zeros(shape: Any, dtype: Any, buffer: MemoryRegion = sbuf, name: str = "") -> NkiTensor:
     """A new tensor of zeros."""
     return full(shape, 0, dtype, buffer, name)
-
-
-def ones(shape: Any, dtype: Any, buffer: MemoryRegion = sbuf, name: str = "") -> NkiTensor:
-    """A new tensor of ones."""
-    return full(shape, 1, dtype, buffer, name)
 
 
 def load(src: NkiTensor, dtype: Any = None) -> NkiTensor:

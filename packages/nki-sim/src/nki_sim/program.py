@@ -186,9 +186,7 @@ active: list[Tracer] = []
 def tracer() -> Tracer:
     """The running trace; instructions outside a kernel are refused."""
     if not active:
-        raise RuntimeError(
-            "no kernel is running: use k[1](...), simulate(k)(...) or trace(k, specs) of an @nki.jit kernel"
-        )
+        raise RuntimeError("no kernel is running: use k[1](...), simulate(k)(...) or trace(k, specs)")
     return active[-1]
 
 

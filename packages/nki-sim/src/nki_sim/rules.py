@@ -19,23 +19,6 @@ from nki_sim.limits import FREE_DIMENSIONS, PARTITIONS, start_partitions
 from nki_sim.program import Instr, tracer
 from nki_sim.tensor import MemoryRegion, NkiTensor
 
-__all__ = [
-    "COLUMN",
-    "HBM",
-    "IN",
-    "INSTRUCTIONS",
-    "OUT",
-    "OUT_COLUMN",
-    "PSUM",
-    "REQUIRED",
-    "SBUF",
-    "Args",
-    "Compute",
-    "Tile",
-    "instruction",
-    "need",
-]
-
 SBUF, PSUM = frozenset({MemoryRegion.sbuf}), frozenset({MemoryRegion.psum})
 HBM = frozenset({MemoryRegion.private_hbm, MemoryRegion.shared_hbm})
 ENGINES = {"T": "tensor", "V": "vector", "S": "scalar", "G": "gpsimd", "D": "dma", "Y": "sync"}
@@ -86,9 +69,7 @@ def instruction(
             bound = defaults | dict(zip(names, args, strict=False)) | kwargs
             wrong = [n for n in bound if n not in parameters] or [n for n in names if n not in bound]
             if wrong or len(args) > len(names) or any(n in kwargs for n in names[: len(args)]):
-                raise TypeError(
-                    f"nisa.{title}({', '.join(names)}) called with {len(args)} values and {list(kwargs)}: {wrong}"
-                )
+                raise TypeError(f"nisa.{title}({', '.join(names)}) got {len(args)} values and {list(kwargs)}: {wrong}")
             doing.append((title, None))
             try:
                 a = Args(**{n: bound[n] for n in names})
@@ -146,7 +127,7 @@ def _check(name: str, view: NkiTensor, tile: Tile, engines: str) -> None:
         need(
             once,
             "broadcast-write",
-            f"{name} repeats addresses (stride 0 in {view.get_pattern()}); write each element once",
+            f"{name} repeats addresses (stride 0): {view.get_pattern()}",
         )
     if not view.buffer.on_chip:
         return

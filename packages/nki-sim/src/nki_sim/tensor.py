@@ -182,7 +182,7 @@ class NkiTensor:
         _need(dim or not self.by_row, f"dimension 0 of {self} is indirect: it cannot be sliced, selected or moved")
         _need(
             dim or not (free and self.buffer.on_chip),
-            f"dimension 0 of {self} is the partition; choose a free dimension",
+            f"dimension 0 of {self} is the partition; take a free one",
         )
         return dim
 
@@ -223,7 +223,7 @@ class NkiTensor:
         inside = 0 <= start < end <= n and step >= 1
         _need(
             inside,
-            f"out-of-bounds: slice [{start}:{end}:{step}] of dimension {dim} of {self} leaves 0..{n} or is empty",
+            f"out-of-bounds: [{start}:{end}:{step}] of dimension {dim} of {self}, or empty",
         )
         stride = self.strides[dim]
         return self._replace(dim, (-(-(end - start) // step),), (stride * step,), start * stride)
@@ -248,9 +248,7 @@ class NkiTensor:
 
     def permute(self, dims: Sequence[int]) -> "NkiTensor":
         """Dimensions in another order; on chip the partition stays first."""
-        _need(
-            sorted(dims) == list(range(self.ndim)), f"permute{tuple(dims)} is no permutation of {self.ndim} dimensions"
-        )
+        _need(sorted(dims) == list(range(self.ndim)), f"{tuple(dims)} is no permutation of {self}")
         if dims[0]:
             self._dim(0, free=True)
         return self._with([self.shape[d] for d in dims], [self.strides[d] for d in dims])
@@ -292,7 +290,7 @@ class NkiTensor:
         strides = _reshape_strides(self.shape, self.strides, new)
         _need(
             strides,
-            f"reshape{new}: {self} with strides {self.strides} is not laid out so; copy it to a new tensor first",
+            f"reshape{new}: {self} with strides {self.strides} needs a copy; make one first",
         )
         return self._with(new, strides)
 
@@ -306,9 +304,7 @@ class NkiTensor:
             names.extend(group)
         wanted = [(g,) if isinstance(g, str) else g for g in dst_pattern]
         flat = [n for group in wanted for n in group]
-        _need(
-            sorted(flat) == sorted(names), f"rearrange: {src_pattern} and {dst_pattern} must name the same dimensions"
-        )
+        _need(sorted(flat) == sorted(names), f"rearrange: {src_pattern} -> {dst_pattern} names other dimensions")
         view = view.permute([names.index(n) for n in flat])
         for dim, group in enumerate(wanted):
             view = view.flatten_dims(dim, dim + len(group) - 1) if len(group) > 1 else view
@@ -340,23 +336,19 @@ class NkiTensor:
         whole = not self.offset and not self.is_indirect()
         _need(
             whole,
-            f"ap-on-view: .ap() of the sliced or indirect {self} is ambiguous in NKI; call it on the whole tensor",
+            f"ap-on-view: NKI is of two minds on .ap() of a slice ({self}); call it on the whole",
         )
         new = as_dtype(dtype) if dtype is not None else self.dtype
         shape, strides = [int(n) for _, n in pattern], [int(s) for s, _ in pattern]
         pitch = self.storage.pitch // new.itemsize
         good = not self.buffer.on_chip or shape[0] == 1 or strides[0] == pitch
-        _need(
-            good, f"ap-partition-stride: an on-chip pattern starts with [{pitch}, partitions] for {self}; got {pattern}"
-        )
+        _need(good, f"ap-partition-stride: a pattern of {self} starts with [{pitch}, n]; got {pattern}")
         _need(scalar_offset is None or vector_offset is None, "ap: scalar_offset and vector_offset exclude each other")
         source = vector_offset if vector_offset is not None else scalar_offset
         index = None
         if source is not None:
             rows = vector_offset is None or (indirect_dim == 0 and not self.buffer.on_chip)
-            _need(
-                rows, f"ap: vector_offset indexes dimension 0 of an HBM tensor; got dimension {indirect_dim} of {self}"
-            )
+            _need(rows, f"ap: vector_offset takes dimension 0 in HBM; got {indirect_dim} of {self}")
             scale = self.strides[indirect_dim] * self.dtype.itemsize // new.itemsize
             index = Indirect("scalar" if vector_offset is None else "vector", source, scale, indirect_dim)
         view = NkiTensor(self.storage, shape, strides, int(offset or 0), new, index)
@@ -364,15 +356,13 @@ class NkiTensor:
         inside = min(shape) >= 1 and min(strides) >= 0 and (index or (view.offset >= 0 and last < limit))
         _need(
             inside,
-            f"out-of-bounds: pattern {pattern} at {view.offset} reaches element {last} of {limit} in {self.storage}",
+            f"out-of-bounds: {pattern} at {view.offset} reaches {last} of {limit} in {self.storage}",
         )
         return view
 
     def indirect(self, *_: object, **__: object) -> NoReturn:
         """Tensor indirection exists from NeuronCore-v4 on."""
-        raise NotImplementedError(
-            "target: .indirect() needs NeuronCore-v4 (Trn3); on trn2 use .ap(vector_offset=) with DMA"
-        )
+        raise NotImplementedError("target: .indirect() needs NeuronCore-v4 (Trn3); use .ap(vector_offset=)")
 
 
 def whole(storage: Storage) -> NkiTensor:

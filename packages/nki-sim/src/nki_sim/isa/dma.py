@@ -31,7 +31,7 @@ def _need_index(view: NkiTensor) -> None:
     need(
         good,
         "vector-offset",
-        f"vector_offset must be SBUF ({view.shape[0]}, 1) int32 or uint32, one for each row; got {i}",
+        f"vector_offset: SBUF ({view.shape[0]}, 1) int32/uint32; got {i}",
     )
 
 
@@ -56,9 +56,7 @@ def dma_copy(a: Args) -> Compute:
     dst, src, mode = a.dst, a.src, a.dge_mode.name
     need(a.priority is None, "target", "priority needs NeuronCore-v4 (Trn3); the target is trn2")
     need(dst.size == src.size, "shape", f"dst {dst} has {dst.size} elements, src {src} has {src.size}")
-    need(
-        not (dst.by_row and src.by_row), "dma-mode", "gather and scatter in one copy are not possible; go through SBUF"
-    )
+    need(not (dst.by_row and src.by_row), "dma-mode", "a copy gathers or scatters, not both")
     hw = mode == "hwdge"
     need(not hw or dst.dtype == src.dtype, "dma-mode", f"hwdge does not convert; got {src} -> {dst}")
     need(not hw or not (dst.by_row or src.by_row), "dma-mode", "hwdge does not gather or scatter; use swdge")
@@ -66,7 +64,7 @@ def dma_copy(a: Args) -> Compute:
     need(
         mode != "none" or fixed,
         "dma-mode",
-        "dge_mode.none fixes addresses before the kernel starts; use swdge or hwdge",
+        "dge_mode.none fixes addresses beforehand; use swdge",
     )
     free = a.engine is Engine.unknown or (hw and a.engine in (Engine.sync, Engine.scalar))
     need(free, "dma-mode", f"engine is sync or scalar, and goes with dge_mode.hwdge; got {a.engine}, {mode}")
@@ -145,7 +143,7 @@ def dma_transpose(a: Args) -> Compute:
     need(
         dst.shape[0] == shape[0] and dst.size == src.size,
         "shape",
-        f"dst {dst} must be {shape}: {src} with axes {order}",
+        f"dst {dst} must be {shape}",
     )
     size, rows, last = src.dtype.itemsize, src.shape[0], src.shape[-1]
     if src.by_row:

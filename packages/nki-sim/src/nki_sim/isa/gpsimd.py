@@ -26,7 +26,7 @@ def _affine(a: Args) -> Array:
     need(
         size == a.dst.free_size,
         "shape",
-        f"pattern {a.pattern} does not describe the elements per partition of dst {a.dst}",
+        f"pattern {a.pattern} does not fill dst {a.dst}",
     )
     values = a.offset + np.arange(a.dst.shape[0], dtype=np.int64)[:, None] * a.channel_multiplier
     for step, n in a.pattern:
@@ -71,7 +71,7 @@ def local_gather(a: Args) -> Compute:
     need(
         p == a.index.shape[0] and p % GROUP == 0,
         "shape",
-        f"{a.src_buffer}, {a.index}: equal partitions, a multiple of 16",
+        f"{a.src_buffer}, {a.index}: partitions",
     )
     need(n in (1, 2, 4, 8, 16, 32), "value", f"num_elem_per_idx {n} is not 1, 2, 4, 8, 16 or 32")
     need(count <= min(4096, held), "value", f"{count} indices per core; at most 4096 and the {held} that index holds")

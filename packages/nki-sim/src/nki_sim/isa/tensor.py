@@ -52,22 +52,20 @@ def nc_matmul(a: Args) -> Compute:
     need(
         fits,
         "tile-position",
-        f"tile_size {rows, columns} is 32, 64 or 128, tile_position {at} a multiple inside 128 x 128",
+        f"size {rows, columns}: 32, 64, 128; position {at}: its multiple",
     )
     need(not double or columns == 128, "tile-position", "double_row excludes column tiling")
-    need(
-        pair[0].shape[0] == pair[1].shape[0] <= rows, "shape", f"{pair} contract over dimension 0, equal and <= {rows}"
-    )
+    need(pair[0].shape[0] == pair[1].shape[0] <= rows, "shape", f"{pair}: dimension 0 must agree, <= {rows}")
     need(m <= columns, "stationary-free", f"stationary has {m} free elements, at most {columns}; split the output rows")
     need(
         n <= MOVING_FREE,
         "moving-free",
-        f"moving has {n} free elements, at most {MOVING_FREE} on trn2; split the columns",
+        f"moving has {n} free elements, at most {MOVING_FREE}; split columns",
     )
     need(
         (a.dst.shape[0], a.dst.free_size) == (m, n),
         "shape",
-        f"dst {a.dst} must be ({m}, {n}): stationary x moving free",
+        f"dst {a.dst} must be ({m}, {n})",
     )
     need(len({v.dtype == "float32" for v in pair}) == 1, "dtype", f"float32 pairs only with float32; got {pair}")
     kept = (a.stationary.dtype, a.moving.dtype) if a.is_transpose else ("float32",)
@@ -119,9 +117,7 @@ def nc_transpose(a: Args) -> tuple[Compute, str]:
     p, f = a.data.shape[0], a.data.free_size
     through_pe = a.data.buffer is MemoryRegion.sbuf and a.dst.buffer is MemoryRegion.psum
     letter = "V" if a.engine is Engine.vector or (a.engine is Engine.unknown and not through_pe) else "T"
-    need(
-        letter == "V" or through_pe, "buffer", f"the Tensor Engine reads SBUF and writes PSUM; got {a.data} -> {a.dst}"
-    )
+    need(letter == "V" or through_pe, "buffer", f"the Tensor Engine goes SBUF -> PSUM; got {a.data} -> {a.dst}")
     side = 32 if letter == "V" else 128
     need(max(p, f) <= side, "transpose-size", f"data {a.data} exceeds {side} x {side} on this engine; split it")
     need((a.dst.shape[0], a.dst.free_size) == (f, p), "shape", f"dst {a.dst} must be ({f}, {p}): {a.data} transposed")

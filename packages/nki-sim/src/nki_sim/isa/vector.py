@@ -53,7 +53,7 @@ def need_alu(op: Any, bitvec: bool | None = False) -> None:
     need(
         bitvec is None or op.bitvec is bitvec,
         "op",
-        f"{op} must be {'a bitwise' if bitvec else 'an arithmetic'} operator",
+        f"{op} is not {'bitwise' if bitvec else 'arithmetic'}",
     )
 
 
@@ -234,9 +234,7 @@ def tensor_reduce(a: Args) -> Compute:
     need(a.op.identity is not None, "op", f"{a.op} is no reduction")
     axes = sorted(i % a.data.ndim for i in ([a.axis] if isinstance(a.axis, int) else a.axis))
     trailing = axes and axes == list(range(axes[0], a.data.ndim)) and axes[0] > 0
-    need(
-        trailing, "axis", f"axis {a.axis} must be the last free axes of {a.data} (0 is the partition: transpose first)"
-    )
+    need(trailing, "axis", f"axis {a.axis} must be the last free axes of {a.data}, never the partition")
     kept = a.data.shape[: axes[0]]
     need_shape("dst", a.dst, kept[0], prod(kept[1:]))
     need_ints(a.op, a.dst, a.data)
@@ -297,15 +295,6 @@ def range_select(a: Args) -> Compute:
     return reducing(a, a.reduce_op, a.reduce_cmd, body)
 
 
-def scan(state: Array, x: Array, step: Callable[[Array, Array, int], Array]) -> tuple[Array, Array]:
-    """state = step(x[:, i], state, i) along the free elements; all states [P, N] and the last."""
-    columns = line(x).T
-    result = np.empty(columns.shape, np.float32)
-    for i in range(len(columns)):
-        state = result[i] = step(columns[i], state, i)
-    return result.T, state
-
-
 @instruction("V", same="dst data0 data1", one_psum="data0 data1", dst=OUT, data0=IN, data1=IN, initial=ANY_COLUMN, op0=REQUIRED, op1=REQUIRED, reverse0=False, reverse1=False)  # fmt: skip
 def tensor_tensor_scan(a: Args) -> Compute:
     """r[i] = (data0[i] <op0> r[i-1]) <op1> data1[i], r[-1] = initial, along the free elements."""
@@ -323,29 +312,13 @@ def tensor_tensor_scan(a: Args) -> Compute:
             and (x == neutral).all()
         ):
             return a.op1.alu.accumulate(np.vstack([first, other]), axis=0)[1:].T  # a cumulative sum, in the same order
-        step = lambda v, state, i: alu(a.op1, alu(a.op0, v, state, a.reverse0), other[i], a.reverse1)  # noqa: E731
-        return scan(first, f32(x), step)[0]
+        columns, state = f32(line(x)).T, first
+        result = np.empty(columns.shape, np.float32)
+        for i, column in enumerate(columns):
+            state = result[i] = alu(a.op1, alu(a.op0, column, state, a.reverse0), other[i], a.reverse1)
+        return result.T
 
     return compute
-
-
-_SHORT = Tile(dtypes=(*FLOATS, "int16", "uint16", "int8", "uint8"))
-
-
-@instruction("V", special=True, same="dst src", dst=_SHORT._replace(write=True), src=_SHORT, op0=REQUIRED, op1=REQUIRED, imm0=COLUMN, imm1=COLUMN._replace(optional=True), reduce_cmd=reduce_cmd.reset_reduce)  # fmt: skip
-def tensor_scalar_cumulative(a: Args) -> Compute:
-    """r[i] = (src[i] <op0> imm0) <op1> r[i-1], starting from the reduce registers."""
-    need_alu(a.op0)
-    need_reduce(a.op1, ("add", "subtract", "multiply", "maximum", "minimum"), a.reduce_cmd, a.imm1)
-
-    def execute(machine: "Machine") -> None:
-        imm0 = (machine.read(a.imm0),) if isinstance(a.imm0, NkiTensor) else ()
-        x = alu(a.op0, f32(machine.read(a.src)), operands(imm0, a.src, a.imm0)[0])
-        lanes = registers(machine, a.op1, a.reduce_cmd, a.imm1)
-        values, lanes[:] = scan(lanes.copy(), x, lambda v, state, _: alu(a.op1, v, state))
-        machine.write(a.dst, values)
-
-    return execute
 
 
 # -- statistics, search, shuffle --------------------------------------------------------------------------------------
@@ -356,7 +329,7 @@ def bn_stats(a: Args) -> Compute:
     need(
         n <= limit,
         "bn-stats-free",
-        f"{n} elements per partition, at most {limit}; call it per slice and bn_aggr over all",
+        f"{n} elements per partition, at most {limit}; bn_aggr joins slices",
     )
     need_shape("dst", a.dst, a.data.shape[0], 6)
 
