@@ -69,10 +69,10 @@ def refuse(rule: str, message: str, where: Where | None = None) -> None:
         findings.append(finding)
 
 
-def need(holds: object, rule: str, message: str) -> None:
-    """Refuse under `rule` unless it holds."""
+def need(holds: object, rule: str, message: str, *values: object) -> None:
+    """Refuse under `rule` unless it holds; values are put into the message only then."""
     if not holds:
-        refuse(rule, message)
+        refuse(rule, message.format(*values))
 
 
 def unsupported(name: str, why: str) -> NoReturn:

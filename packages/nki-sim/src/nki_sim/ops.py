@@ -51,7 +51,7 @@ def _erf(x: np.ndarray) -> np.ndarray:
 
 def _sin(x: np.ndarray) -> np.ndarray:
     top = np.abs(x).max()
-    need(top <= pi + 1e-3, "activation-range", f"sin takes [-pi, pi] without reducing its argument; found {top:.4g}")
+    need(top <= pi + 1e-3, "activation-range", "sin takes [-pi, pi] without reducing its argument; found {:.4g}", top)
     return np.sin(x)
 
 

@@ -33,7 +33,7 @@ def _need_register(value: Any) -> None:
 
 
 def _need_one(view: Any) -> None:
-    need(view.size == 1, "shape", f"a register holds one element; got {view}")
+    need(view.size == 1, "shape", "a register holds one element; got {}", view)
 
 
 def _move(a: Args) -> Compute:
@@ -48,7 +48,7 @@ def _move(a: Args) -> Compute:
 @instruction("Y", special=True, dst=REQUIRED, src=REQUIRED)
 def register_move(a: Args) -> Compute:
     """Put a constant or another register's value in a register."""
-    need(isinstance(a.src, (int, VirtualRegister)), "operand", f"src is an integer or a register; got {a.src!r}")
+    need(isinstance(a.src, (int, VirtualRegister)), "operand", "src is an integer or a register; got {!r}", a.src)
     return _move(a)
 
 
@@ -71,9 +71,9 @@ def register_store(a: Args) -> Compute:
 def core_barrier(a: Args) -> Compute:
     """Both cores wait for each other; accesses to shared memory before it happen before those after it."""
     need(tracer().cores == 2, "cores", "needs two cores; launch with k[2](...)")
-    need(tuple(a.cores) == (0, 1), "cores", f"cores must be (0, 1); got {a.cores}")
+    need(tuple(a.cores) == (0, 1), "cores", "cores must be (0, 1); got {}", a.cores)
     shared = a.data.buffer is MemoryRegion.shared_hbm or errors.compat
-    need(shared, "buffer", f"data must be in shared HBM; got {a.data}")
+    need(shared, "buffer", "data must be in shared HBM; got {}", a.data)
     return None
 
 
@@ -84,7 +84,7 @@ def sendrecv(a: Args) -> Compute:
     need({a.send_to_rank, a.recv_from_rank} <= {0, 1}, "cores", "ranks are 0 or 1")
     used, limit = a.src.free_size * a.src.dtype.itemsize, GPSIMD_DMA_BYTES[a.src.dtype.itemsize]
     fits = a.dma_engine is dma_engine.dma or used <= limit
-    need(fits, "value", f"gpsimd_dma moves at most {limit} bytes per partition of {a.src.dtype}; got {used}")
+    need(fits, "value", "gpsimd_dma moves at most {} bytes per partition of {}; got {}", limit, a.src.dtype, used)
     return None
 
 

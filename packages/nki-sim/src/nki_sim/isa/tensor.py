@@ -41,40 +41,36 @@ def nc_matmul(a: Args) -> Compute:
     pair, double = (a.stationary, a.moving), a.perf_mode is DOUBLE
     m, n = (v.free_size // (1 + double) for v in pair)
     if double:
-        need(all(v.dtype in FP8 for v in pair), "dtype", f"double_row needs float8 operands; got {pair}")
-        need(all(v.ndim > 2 and v.shape[1] == 2 for v in pair), "shape", f"double_row needs a first free 2; got {pair}")
+        need(all(v.dtype in FP8 for v in pair), "dtype", "double_row needs float8 operands; got {}", pair)
+        need(
+            all(v.ndim > 2 and v.shape[1] == 2 for v in pair), "shape", "double_row needs a first free 2; got {}", pair
+        )
     need(bool(a.tile_position) == bool(a.tile_size), "tile-position", "tile_position and tile_size are set together")
     rows, columns = tuple(a.tile_size) or (PARTITIONS, STATIONARY_FREE)
     at = tuple(a.tile_position) or (0, 0)
     fits = all(
         s in (32, 64, 128) and p % s == 0 and 0 <= p <= 128 - s for p, s in zip(at, (rows, columns), strict=True)
     )
-    need(
-        fits,
-        "tile-position",
-        f"size {rows, columns}: 32, 64, 128; position {at}: its multiple",
-    )
+    need(fits, "tile-position", "size {}: 32, 64, 128; position {}: its multiple", (rows, columns), at)
     need(not double or columns == 128, "tile-position", "double_row excludes column tiling")
-    need(pair[0].shape[0] == pair[1].shape[0] <= rows, "shape", f"{pair}: dimension 0 must agree, <= {rows}")
-    need(m <= columns, "stationary-free", f"stationary has {m} free elements, at most {columns}; split the output rows")
+    need(pair[0].shape[0] == pair[1].shape[0] <= rows, "shape", "{}: dimension 0 must agree, <= {}", pair, rows)
     need(
-        n <= MOVING_FREE,
-        "moving-free",
-        f"moving has {n} free elements, at most {MOVING_FREE}; split columns",
+        m <= columns,
+        "stationary-free",
+        "stationary has {} free elements, at most {}; split the output rows",
+        m,
+        columns,
     )
-    need(
-        (a.dst.shape[0], a.dst.free_size) == (m, n),
-        "shape",
-        f"dst {a.dst} must be ({m}, {n})",
-    )
-    need(len({v.dtype == "float32" for v in pair}) == 1, "dtype", f"float32 pairs only with float32; got {pair}")
+    need(n <= MOVING_FREE, "moving-free", "moving has {} free elements, at most {}; split columns", n, MOVING_FREE)
+    need((a.dst.shape[0], a.dst.free_size) == (m, n), "shape", "dst {} must be ({}, {})", a.dst, m, n)
+    need(len({v.dtype == "float32" for v in pair}) == 1, "dtype", "float32 pairs only with float32; got {}", pair)
     kept = (a.stationary.dtype, a.moving.dtype) if a.is_transpose else ("float32",)
-    need(a.dst.dtype in kept, "dtype", f"dst must be {' or '.join(kept)} (a transpose keeps its dtype); got {a.dst}")
+    need(a.dst.dtype in kept, "dtype", "dst must be {} (a transpose keeps its dtype); got {}", " or ".join(kept), a.dst)
     _one_bank(a.dst)
     trace, key = tracer(), a.dst.storage.key
     undecided = a.accumulate is None and trace.home.get(key) is not trace.blocks[-1] and key not in trace.matmul_base
     fix = "whether a pass overwrites or adds is not known at compile time; pass accumulate= or allocate it inside"
-    need(not (undecided and trace.depth), "accumulate", f"{a.dst.storage} is from outside this dynamic loop: {fix}")
+    need(not (undecided and trace.depth), "accumulate", "{} is from outside this dynamic loop: {}", a.dst.storage, fix)
     trace.matmul_base.add(key)
     return _matmul
 
@@ -84,7 +80,9 @@ def _one_bank(view: NkiTensor) -> None:
     first = (storage.address or (0, 0))[1] + view.offset * size % storage.pitch
     last = first + (view.extent(1) + 1) * size
     one = first // PSUM_BANK_BYTES == (last - 1) // PSUM_BANK_BYTES
-    need(one, "psum-bank", f"dst {view} covers bytes {first}..{last} and crosses a PSUM bank of {PSUM_BANK_BYTES}")
+    need(
+        one, "psum-bank", "dst {} covers bytes {}..{} and crosses a PSUM bank of {}", view, first, last, PSUM_BANK_BYTES
+    )
 
 
 def _matmul(machine: "Machine") -> None:
@@ -117,10 +115,18 @@ def nc_transpose(a: Args) -> tuple[Compute, str]:
     p, f = a.data.shape[0], a.data.free_size
     through_pe = a.data.buffer is MemoryRegion.sbuf and a.dst.buffer is MemoryRegion.psum
     letter = "V" if a.engine is Engine.vector or (a.engine is Engine.unknown and not through_pe) else "T"
-    need(letter == "V" or through_pe, "buffer", f"the Tensor Engine goes SBUF -> PSUM; got {a.data} -> {a.dst}")
+    need(letter == "V" or through_pe, "buffer", "the Tensor Engine goes SBUF -> PSUM; got {} -> {}", a.data, a.dst)
     side = 32 if letter == "V" else 128
-    need(max(p, f) <= side, "transpose-size", f"data {a.data} exceeds {side} x {side} on this engine; split it")
-    need((a.dst.shape[0], a.dst.free_size) == (f, p), "shape", f"dst {a.dst} must be ({f}, {p}): {a.data} transposed")
+    need(max(p, f) <= side, "transpose-size", "data {} exceeds {} x {} on this engine; split it", a.data, side, side)
+    need(
+        (a.dst.shape[0], a.dst.free_size) == (f, p),
+        "shape",
+        "dst {} must be ({}, {}): {} transposed",
+        a.dst,
+        f,
+        p,
+        a.data,
+    )
     if letter == "T":
         _one_bank(a.dst)
     return (lambda x: x.reshape(p, f).T), letter

@@ -49,22 +49,18 @@ def operands(arrays: tuple[Array, ...], target: NkiTensor, *values: Any) -> list
 
 def need_alu(op: Any, bitvec: bool | None = False) -> None:
     """Refuse what is no ALU operator of this kind (None: either)."""
-    need(isinstance(op, Op) and op.alu is not None, "op", f"op must be an ALU operator such as nl.add; got {op!r}")
-    need(
-        bitvec is None or op.bitvec is bitvec,
-        "op",
-        f"{op} is not {'bitwise' if bitvec else 'arithmetic'}",
-    )
+    need(isinstance(op, Op) and op.alu is not None, "op", "op must be an ALU operator such as nl.add; got {!r}", op)
+    need(bitvec is None or op.bitvec is bitvec, "op", "{} is not {}", op, "bitwise" if bitvec else "arithmetic")
 
 
 def need_shape(name: str, view: NkiTensor, *shape: int) -> None:
     """Refuse unless a view is (partitions, elements per partition)."""
-    need((view.shape[0], view.free_size) == shape, "shape", f"{name} must be {shape}; got {view}")
+    need((view.shape[0], view.free_size) == shape, "shape", "{} must be {}; got {}", name, shape, view)
 
 
 def need_ints(op: Op, *views: NkiTensor) -> None:
     """Bitwise operators take integers."""
-    need(not op.bitvec or all(v.dtype in INTS for v in views), "dtype", f"{op} works on integers; got {views}")
+    need(not op.bitvec or all(v.dtype in INTS for v in views), "dtype", "{} works on integers; got {}", op, views)
 
 
 def fold(op: Op, x: Array) -> Array:
@@ -103,9 +99,15 @@ def reducing(a: Args, op: Op, cmd: reduce_cmd, body: Callable[..., Array]) -> Ca
 
 def need_reduce(op: Any, allowed: tuple[str, ...], cmd: reduce_cmd, init: Any = None) -> None:
     """The reduce operator is one of `allowed`; an initial value comes with load_reduce and only then."""
-    need(isinstance(op, Op) and op.name in allowed, "op", f"the reduction must be one of {allowed}; got {op!r}")
+    need(isinstance(op, Op) and op.name in allowed, "op", "the reduction must be one of {}; got {!r}", allowed, op)
     paired = (init is not None) == (cmd is reduce_cmd.load_reduce)
-    need(paired, "reduce-cmd", f"an initial value goes with reduce_cmd.load_reduce and only there; got {init!r}, {cmd}")
+    need(
+        paired,
+        "reduce-cmd",
+        "an initial value goes with reduce_cmd.load_reduce and only there; got {!r}, {}",
+        init,
+        cmd,
+    )
 
 
 def write_where(machine: "Machine", dst: NkiTensor, chosen: Array, values: Array) -> None:
@@ -128,7 +130,7 @@ def tensor_copy(a: Args) -> Compute:
 def memset(a: Args) -> Compute:
     """Fill with a constant of the tile's kind."""
     exact = a.dst.dtype not in INTS or float(a.value).is_integer()
-    need(exact, "dtype", f"{a.value!r} is no value of {a.dst.dtype}")
+    need(exact, "dtype", "{!r} is no value of {}", a.value, a.dst.dtype)
     constant = cast(np.asarray(a.value), NUMPY[a.dst.dtype])
     return lambda: constant
 
@@ -179,15 +181,15 @@ def tensor_scalar(a: Args) -> tuple[Compute, str]:
     given = [v for v in (a.operand0, a.operand1) if isinstance(v, NkiTensor)]
     need_ints(a.op0, a.dst, a.data, *given)
     floats = a.op0.bitvec or errors.compat or all(v.dtype == "float32" for v in given)
-    need(floats, "dtype", f"operand tensors must be float32; got {given}")
+    need(floats, "dtype", "operand tensors must be float32; got {}", given)
     if a.op1 is not None:
         need_alu(a.op1, a.op0.bitvec)
     need(a.op1 is not None or a.operand1 is None, "op", "operand1 is given without op1")
     pair = (a.op0.name, a.op1.name if a.op1 else None)
     need(not a.op0.bitvec or a.engine in (Engine.unknown, Engine.vector), "engine", "bitwise operators run on Vector")
     scalar = a.engine is not Engine.scalar or pair in SCALAR_ENGINE_PAIRS
-    need(scalar, "op", f"the Scalar Engine of trn2 does multiply-add, multiply or add; got {pair}. Use engine.vector")
-    need(a.engine is not Engine.gpsimd or pair == ("rsqrt", None), "op", f"GpSimd does rsqrt only; got {pair}")
+    need(scalar, "op", "the Scalar Engine of trn2 does multiply-add, multiply or add; got {}. Use engine.vector", pair)
+    need(a.engine is not Engine.gpsimd or pair == ("rsqrt", None), "op", "GpSimd does rsqrt only; got {}", pair)
     psum = MemoryRegion.psum in (a.dst.buffer, a.data.buffer)
     fast = {Engine.scalar: "S", Engine.gpsimd: "G", Engine.vector: "V"}
     letter = fast.get(a.engine, "G" if pair[0] == "rsqrt" and not psum else "V")
@@ -231,14 +233,14 @@ def reciprocal(a: Args) -> Compute:
 def tensor_reduce(a: Args) -> Compute:
     """Reduce the trailing free axes."""
     need_alu(a.op, None)
-    need(a.op.identity is not None, "op", f"{a.op} is no reduction")
+    need(a.op.identity is not None, "op", "{} is no reduction", a.op)
     axes = sorted(i % a.data.ndim for i in ([a.axis] if isinstance(a.axis, int) else a.axis))
     trailing = axes and axes == list(range(axes[0], a.data.ndim)) and axes[0] > 0
-    need(trailing, "axis", f"axis {a.axis} must be the last free axes of {a.data}, never the partition")
+    need(trailing, "axis", "axis {} must be the last free axes of {}, never the partition", a.axis, a.data)
     kept = a.data.shape[: axes[0]]
     need_shape("dst", a.dst, kept[0], prod(kept[1:]))
     need_ints(a.op, a.dst, a.data)
-    need(not (a.op.bitvec and a.negate), "op", f"{a.op} cannot be negated")
+    need(not (a.op.bitvec and a.negate), "op", "{} cannot be negated", a.op)
 
     def compute(x: Array) -> Array:
         reduced = fold(a.op, (x if a.op.bitvec else f32(x)).reshape(prod(kept), -1))
@@ -281,11 +283,13 @@ def range_select(a: Args) -> Compute:
     """Keep elements whose index (range_start + position) satisfies both comparisons; the others become the lowest float32."""
     need_reduce(a.reduce_op, ("maximum",), a.reduce_cmd)
     compares = all(isinstance(c, Op) and c.name in COMPARISONS for c in (a.comp_op0, a.comp_op1))
-    need(compares, "op", f"comparisons are {COMPARISONS}; got {a.comp_op0!r}, {a.comp_op1!r}")
+    need(compares, "op", "comparisons are {}; got {!r}, {!r}", COMPARISONS, a.comp_op0, a.comp_op1)
     lowest = np.float32(FP32_MIN)
-    need(np.float32(a.on_false_value) == lowest, "value", f"on_false_value must be {FP32_MIN}; got {a.on_false_value}")
+    need(
+        np.float32(a.on_false_value) == lowest, "value", "on_false_value must be {}; got {}", FP32_MIN, a.on_false_value
+    )
     end = a.range_start + a.on_true_tile.free_size
-    need(end <= 2**24, "value", f"indices reach {end}; float32 counts exactly to 2**24")
+    need(end <= 2**24, "value", "indices reach {}; float32 counts exactly to 2**24", end)
     index = np.arange(a.range_start, end, dtype=np.float32)
 
     def body(x: Array, low: Array, high: Array) -> Array:
@@ -326,11 +330,7 @@ def tensor_tensor_scan(a: Args) -> Compute:
 def bn_stats(a: Args) -> Compute:
     """Count, mean and variance * count of the even elements of each partition, then of the odd ones."""
     n, limit = a.data.free_size, BN_STATS_FREE
-    need(
-        n <= limit,
-        "bn-stats-free",
-        f"{n} elements per partition, at most {limit}; bn_aggr joins slices",
-    )
+    need(n <= limit, "bn-stats-free", "{} elements per partition, at most {}; bn_aggr joins slices", n, limit)
     need_shape("dst", a.dst, a.data.shape[0], 6)
 
     def compute(x: Array) -> Array:
@@ -347,7 +347,7 @@ def bn_stats(a: Args) -> Compute:
 @instruction("V", dst=OUT, data=IN)
 def bn_aggr(a: Args) -> Compute:
     """Mean and variance from (count, mean, variance * count) triples."""
-    need(a.data.free_size % 3 == 0, "shape", f"data {a.data} must hold triples (count, mean, variance * count)")
+    need(a.data.free_size % 3 == 0, "shape", "data {} must hold triples (count, mean, variance * count)", a.data)
     need_shape("dst", a.dst, a.data.shape[0], 2)
 
     def compute(x: Array) -> Array:
@@ -362,7 +362,7 @@ def bn_aggr(a: Args) -> Compute:
 
 def _searchable(view: NkiTensor) -> None:
     n = view.free_size
-    need(8 <= n <= 16384, "search-size", f"{n} elements per partition; 8 to 16384 can be searched")
+    need(8 <= n <= 16384, "search-size", "{} elements per partition; 8 to 16384 can be searched", n)
 
 
 @instruction("V", dst=OUT, src=IN)
@@ -417,13 +417,13 @@ def nc_stream_shuffle(a: Args) -> Compute:
     """Within each 32 partitions, dst partition i takes src partition mask[i]; 255 leaves it as it is."""
     mask = np.array([int(m) for m in a.shuffle_mask])
     valid = len(mask) == 32 and all(0 <= m < 32 or m == 255 for m in mask)
-    need(valid, "shuffle-mask", f"the mask has 32 entries, 0..31 or 255; got {list(mask)}")
+    need(valid, "shuffle-mask", "the mask has 32 entries, 0..31 or 255; got {}", list(mask))
     need_shape("dst", a.dst, a.dst.shape[0], a.src.free_size)
     lanes = np.arange(a.dst.shape[0])
     wanted = mask[lanes % 32]
     source, keep = lanes // 32 * 32 + wanted, wanted == 255
     inside = keep | (source < a.src.shape[0])
-    need(inside.all(), "shuffle-mask", f"the mask takes partition {source.max(where=~keep, initial=0)} of {a.src}")
+    need(inside.all(), "shuffle-mask", "the mask takes partition {} of {}", source.max(where=~keep, initial=0), a.src)
 
     def execute(machine: "Machine") -> None:
         values = line(machine.read(a.src))[np.where(keep, 0, source)].reshape(a.dst.shape)
