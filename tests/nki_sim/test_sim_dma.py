@@ -43,7 +43,7 @@ def test_a_gather_takes_rows_by_index_and_skips_those_outside_when_told():
     np.testing.assert_array_equal(gather(x, index, SKIP, before), want)
     index[2] = 20
     with pytest.raises(
-        nki_sim.NkiError, match=r"^out-of-bounds: dma_copy: index -1 of row 1 .*, as do 2 of 4 rows.*test_sim_dma.py"
+        nki_sim.NkiError, match=r"^out-of-bounds: dma_copy: index -1 of row 1 .*, as do 2 of 4.*test_sim_dma.py"
     ):
         gather(x, index)
     with pytest.raises(nki_sim.NkiError, match="uninitialized"):  # skipped rows hold nothing

@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-__all__ = ["Finding", "NkiError", "Where", "checks", "kernel_line", "need", "refuse", "unsupported"]
-
 _INSIDE = (str(Path(__file__).parent), contextlib.__file__)
 compat: str | None = None  # "0.3" while install(compat="0.3") is in force: what that release accepted is not refused
 

@@ -10,8 +10,6 @@ from nki_sim.constants import dge_mode, dma_engine, engine, matmul_perf_mode, nc
 from nki_sim.dtypes import NUMPY, UNSUPPORTED, DType
 from nki_sim.errors import unsupported
 
-__all__ = ["install", "uninstall"]
-
 _replaced: dict[str, ModuleType | None] = {}
 _attributes: list[tuple[ModuleType, str]] = []  # names given to modules that live on
 
@@ -25,9 +23,7 @@ def install(compat: str | None = None) -> None:
     if compat not in (None, "0.3"):
         raise ValueError(f"compat={compat!r}: None or '0.3'")
     if sys.modules.get("nki.isa") is not isa and _real_nki():
-        raise RuntimeError(
-            "a real nki.isa can be imported here, which an alias would hide; use nki_sim by its own name"
-        )
+        raise RuntimeError("a real nki.isa can be imported here, which an alias would hide; use nki_sim itself")
     uninstall()
     top = _module("nki", jit=kernel.jit, simulate=kernel.simulate, language=language, isa=isa)
     top.__path__ = []

@@ -22,8 +22,6 @@ from nki_sim.tensor import MemoryRegion, NkiTensor
 if TYPE_CHECKING:
     from nki_sim.schedule import Recorder
 
-__all__ = ["Kernel", "Program", "Run", "Spec", "jit", "run", "simulate", "trace"]
-
 TARGETS = {"": "trn2", "trn2": "trn2", "gen3": "trn2"}
 
 

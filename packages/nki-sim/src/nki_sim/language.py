@@ -56,10 +56,7 @@ def ndarray(shape: Any, dtype: Any, buffer: MemoryRegion = sbuf, name: str = "",
     if not sizes or min(sizes) < 1:
         raise ValueError(f"shape: {what} is empty; every dimension is at least 1")
     if buffer.on_chip and len(sizes) < 2:
-        refuse(
-            "shape",
-            f"{what}: on chip there is a free dimension as well; use (n, 1) or (1, n)",
-        )
+        refuse("shape", f"{what}: on chip there is a free dimension as well; use (n, 1) or (1, n)")
     if buffer.on_chip and sizes[0] > limits.PARTITIONS:
         refuse("partitions", f"{what}: {sizes[0]} partitions of {limits.PARTITIONS}; split dimension 0 into tiles")
     if address is not None and not buffer.on_chip:

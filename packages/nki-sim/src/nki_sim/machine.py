@@ -17,8 +17,6 @@ from nki_sim.tensor import MemoryRegion, NkiTensor, Storage, VirtualRegister
 if TYPE_CHECKING:
     from nki_sim.schedule import Recorder
 
-__all__ = ["MEETINGS", "ORDERS", "Cell", "Machine", "Rows"]
-
 ORDERS = ("core0", "core1", "alternate")
 MEETINGS = ("core_barrier", "sendrecv")
 _LOOP_LIMIT = 10_000_000  # passes of a while_loop before it counts as endless
@@ -46,9 +44,8 @@ class Cell:
     def __init__(self, storage: Storage, data: Array | None) -> None:
         self.storage, self.unit = storage, storage.unit
         units = storage.nbytes // self.unit
-        self.data = (
-            np.full(storage.nbytes, 0xFF, np.uint8) if data is None else data
-        )  # 0xFF: NaN, or an index far outside
+        empty = np.full(0 if data is not None else storage.nbytes, 0xFF, np.uint8)  # NaN, or an index far outside
+        self.data = empty if data is None else data
         self.written = np.zeros(units, bool) if data is None else None
         self.base = np.zeros(units, bool) if storage.buffer is MemoryRegion.psum else None  # where matmuls wrote
         self.clobbered: tuple[Storage, Where | None] | None = None
@@ -76,8 +73,10 @@ class Cell:
         """Another tensor overwrote bytes [first, last) of these partitions."""
         if self.written is None:
             self.written = np.ones(self.storage.nbytes // self.unit, bool)
-        rows = self.written.reshape(-1, self.storage.pitch // self.unit)
-        rows[partitions, first // self.unit : -(-last // self.unit)] = False
+        for marks in (self.written, self.base):
+            if marks is not None:
+                rows = marks.reshape(-1, self.storage.pitch // self.unit)
+                rows[partitions, first // self.unit : -(-last // self.unit)] = False
         self.data.reshape(-1, self.storage.pitch)[partitions, first:last] = 0xFF
         self.clobbered = (by, where)
 
@@ -176,11 +175,8 @@ class Machine:
             if chosen is None and part.size == cell.written.size:
                 cell.written = None
             else:
-                np.copyto(
-                    part,
-                    True,
-                    where=True if chosen is None else chosen.reshape(*view.shape, *(1,) * (part.ndim - view.ndim)),
-                )
+                ones = (1,) * (part.ndim - view.ndim)
+                np.copyto(part, True, where=True if chosen is None else chosen.reshape(*view.shape, *ones))
         if storage.aliases:
             self._clobber(storage, view, offset)
         if storage.key in self.contended:
@@ -211,9 +207,7 @@ class Machine:
         valid = (start >= 0) & (start + inner.max() < view.storage.nbytes // view.dtype.itemsize)
         if not skip and not valid.all():
             bad = int(np.argmin(valid))
-            found = (
-                f"index {index[bad]} of row {bad} leaves {view.storage}, as do {np.sum(~valid)} of {len(valid)} rows"
-            )
+            found = f"index {index[bad]} of row {bad} leaves {view.storage}, as do {np.sum(~valid)} of {len(valid)}"
             refuse("out-of-bounds", f"{found}; clamp the indices or use oob_mode.skip")
         return Rows(start[:, None] + inner, valid[:, None])
 

@@ -12,8 +12,6 @@ from nki_sim.limits import PARTITIONS, PSUM_BANK_BYTES, PSUM_BANKS, SBUF_BYTES, 
 from nki_sim.program import Block, CoreProgram, Loop
 from nki_sim.tensor import MemoryRegion, Storage
 
-__all__ = ["CAPACITY", "Usage", "check_address", "plan"]
-
 CAPACITY = {MemoryRegion.sbuf: SBUF_BYTES - SBUF_RESERVED, MemoryRegion.psum: PSUM_BANKS * PSUM_BANK_BYTES}
 
 

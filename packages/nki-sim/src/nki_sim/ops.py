@@ -12,8 +12,6 @@ import numpy as np
 
 from nki_sim.errors import need, unsupported
 
-__all__ = ["OPS", "Op", "alu"]
-
 Function = Callable[..., Any]
 
 

@@ -11,14 +11,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-import numpy as np
-
 from nki_sim.errors import Where, kernel_line, refuse
 from nki_sim.limits import REGISTERS
 from nki_sim.ops import Op
 from nki_sim.tensor import MemoryRegion, NkiTensor, Storage, VirtualRegister, whole
-
-__all__ = ["Block", "CoreProgram", "Instr", "Loop", "Tracer", "digest", "tracer", "tracing"]
 
 
 @dataclass(eq=False, slots=True)
@@ -116,13 +112,7 @@ class Tracer:
         return len(self.blocks) - 1
 
     def allocate(
-        self,
-        shape: Any,
-        dtype: Any,
-        buffer: MemoryRegion,
-        name: str,
-        address: Any = None,
-        constant: np.ndarray | None = None,
+        self, shape: Any, dtype: Any, buffer: MemoryRegion, name: str, address: Any = None, constant: Any = None
     ) -> NkiTensor:
         shared = buffer is MemoryRegion.shared_hbm
         scope: int | str = "shared" if shared else self.core
@@ -220,9 +210,8 @@ def _lines(block: Block, indent: str) -> Iterator[str]:
             yield f"{indent}{item.engine} {item.op}({args})" + "".join(f" after {p.number}" for p in item.after)
             continue
         bounds = f"for {item.counter} in {item.lower}, {item.upper}, {item.step}"
-        yield indent + (
-            f"while {item.condition} -> {item.result} as {item.counter}" if item.condition is not None else bounds
-        )
+        loop = f"while {item.condition} -> {item.result} as {item.counter}"
+        yield indent + (loop if item.condition is not None else bounds)
         yield from _lines(item.body, indent + "  ")
 
 

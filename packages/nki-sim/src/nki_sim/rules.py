@@ -83,9 +83,8 @@ def instruction(
                 compute, letter = compute if isinstance(compute, tuple) else (compute, letter)
                 for view in (*reads, *writes) if letter == "G" else ():
                     need(view.buffer is not MemoryRegion.psum, "engine-buffer", "GpSimd cannot reach PSUM: {}", view)
-                return tracer().emit(
-                    Instr(title, ENGINES[letter], vars(a), reads, writes, kernel_line(), compute, special)
-                )
+                instr = Instr(title, ENGINES[letter], vars(a), reads, writes, kernel_line(), compute, special)
+                return tracer().emit(instr)
             finally:
                 doing.pop()
 
@@ -110,14 +109,7 @@ def _operands(a: Args, tiles: dict[str, Tile], engines: str) -> tuple[tuple[NkiT
                 _check(name, view, tile, engines)
                 if tile.column:
                     good = view.free_size == 1 and view.shape[0] == a.dst.shape[0]
-                    need(
-                        good,
-                        "shape",
-                        "{} must be ({}, 1), one element per partition; got {}",
-                        name,
-                        a.dst.shape[0],
-                        view,
-                    )
+                    need(good, "shape", "{} {} must be ({}, 1): one a partition", name, view, a.dst.shape[0])
                 (writes if tile.write else reads).append(view)
             elif not (tile.scalar and (isinstance(view, (int, float)) or getattr(view, "shape", None) == ())):
                 raise TypeError(f"operand: nisa.{doing[-1][0]} needs a tensor for {name}; got {view!r}")

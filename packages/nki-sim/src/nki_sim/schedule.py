@@ -14,8 +14,6 @@ from nki_sim.memory import CAPACITY
 from nki_sim.program import Instr
 from nki_sim.tensor import MemoryRegion, NkiTensor, Storage
 
-__all__ = ["Event", "Recorder", "schedule"]
-
 PAGE = 2048  # bytes of a partition whose accesses are kept together
 Key = tuple[int | str, int]
 Queue = tuple[int, str]

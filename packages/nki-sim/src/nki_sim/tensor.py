@@ -17,8 +17,6 @@ from nki_sim import errors
 from nki_sim.dtypes import DType, as_dtype
 from nki_sim.errors import Where
 
-__all__ = ["DynamicSlice", "Indirect", "MemoryRegion", "NkiTensor", "Storage", "VirtualRegister", "whole"]
-
 
 class MemoryRegion(Enum):
     """Where a tensor lives (nl.hbm is the private one)."""
@@ -309,9 +307,7 @@ class NkiTensor:
         old, size = self.dtype.itemsize, new.itemsize
         counts = (self.shape[-1], *self.strides[:-1], self.offset)
         good = not self.is_indirect() and self.strides[-1] == 1 and all(n * old % size == 0 for n in counts)
-        _need(
-            good, "view({}): {} must be direct, its last dimension contiguous, and aligned to {} bytes", new, self, size
-        )
+        _need(good, "view({}): {} must be direct, end contiguous and align to {} bytes", new, self, size)
         last, *strides, offset = (n * old // size for n in counts)
         return self._with((*self.shape[:-1], last), (*strides, 1), offset, dtype=new)
 

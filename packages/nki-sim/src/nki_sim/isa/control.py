@@ -1,6 +1,6 @@
 """Registers, the meeting of two cores, and printing: what the sequencers do."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -9,12 +9,10 @@ from nki_sim.constants import dma_engine
 from nki_sim.constants import engine as Engine
 from nki_sim.dtypes import INTS
 from nki_sim.errors import need
+from nki_sim.machine import Machine
 from nki_sim.program import tracer
 from nki_sim.rules import HBM, PSUM, REQUIRED, SBUF, Args, Compute, Tile, instruction
 from nki_sim.tensor import MemoryRegion, VirtualRegister
-
-if TYPE_CHECKING:
-    from nki_sim.machine import Machine
 
 GPSIMD_DMA_BYTES = {4: 1024, 2: 512, 1: 256}  # per partition, by element size (NKI 0.6, sendrecv)
 
@@ -39,7 +37,7 @@ def _need_one(view: Any) -> None:
 def _move(a: Args) -> Compute:
     _need_register(a.dst)
 
-    def execute(machine: "Machine") -> None:
+    def execute(machine: Machine) -> None:
         machine.registers[machine.core][a.dst.number] = machine.value(a.src)
 
     return execute

@@ -1,7 +1,5 @@
 """DMA: copies between HBM and SBUF with gather and scatter, read-modify-write, and transposition on the way."""
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from nki_sim.constants import dge_mode, oob_mode
@@ -10,11 +8,9 @@ from nki_sim.dtypes import f32
 from nki_sim.errors import need, refuse
 from nki_sim.isa.vector import write_where
 from nki_sim.limits import DMA_COMPUTE_SOURCES
+from nki_sim.machine import Machine
 from nki_sim.rules import HBM, REQUIRED, SBUF, Args, Compute, Tile, instruction
 from nki_sim.tensor import NkiTensor
-
-if TYPE_CHECKING:
-    from nki_sim.machine import Machine
 
 Array = np.ndarray
 IN, OUT = Tile(HBM | SBUF), Tile(HBM | SBUF, write=True)  # DMA does not reach PSUM
@@ -31,14 +27,14 @@ def _need_index(view: NkiTensor) -> None:
     need(good, "vector-offset", "vector_offset: SBUF ({}, 1) int32/uint32; got {}", view.shape[0], i)
 
 
-def _index(machine: "Machine", view: NkiTensor) -> Array:
+def _index(machine: Machine, view: NkiTensor) -> Array:
     """The row numbers of an indirect view, column after column."""
     assert view.indirect_index is not None and isinstance(view.indirect_index.source, NkiTensor)
     index = machine.read(view.indirect_index.source)
     return index.reshape(index.shape[0], -1).T.reshape(-1)[: view.shape[0]]
 
 
-def _write_rows(machine: "Machine", dst: NkiTensor, values: Array, valid: Array) -> None:
+def _write_rows(machine: Machine, dst: NkiTensor, values: Array, valid: Array) -> None:
     """Write gathered rows; those skipped stay as they are."""
     if valid.all():
         machine.write(dst, values.reshape(dst.shape))
@@ -57,11 +53,7 @@ def dma_copy(a: Args) -> Compute:
     need(not hw or dst.dtype == src.dtype, "dma-mode", "hwdge does not convert; got {} -> {}", src, dst)
     need(not hw or not (dst.by_row or src.by_row), "dma-mode", "hwdge does not gather or scatter; use swdge")
     fixed = not (dst.is_indirect() or src.is_indirect())
-    need(
-        mode != "none" or fixed,
-        "dma-mode",
-        "dge_mode.none fixes addresses beforehand; use swdge",
-    )
+    need(mode != "none" or fixed, "dma-mode", "dge_mode.none fixes addresses beforehand; use swdge")
     free = a.engine is Engine.unknown or (hw and a.engine in (Engine.sync, Engine.scalar))
     need(free, "dma-mode", "engine is sync or scalar, and goes with dge_mode.hwdge; got {}, {}", a.engine, mode)
     for view in (dst, src):
@@ -69,7 +61,7 @@ def dma_copy(a: Args) -> Compute:
             _need_index(view)
     skip = a.oob_mode is SKIP
 
-    def execute(machine: "Machine") -> None:
+    def execute(machine: Machine) -> None:
         if src.by_row:
             rows = machine.rows(src, _index(machine, src), skip)
             _write_rows(machine, dst, machine.gather(src, rows), np.broadcast_to(rows.valid, rows.shape))
@@ -93,9 +85,7 @@ def dma_compute(a: Args) -> Compute:
     need(getattr(a.reduce_op, "name", None) == "add", "op", "reduce_op must be nl.add; got {!r}", a.reduce_op)
     need(a.scales is None or all(float(s) == 1 for s in a.scales), "value", "scales must be 1.0; got {}", a.scales)
     need(1 <= n <= DMA_COMPUTE_SOURCES, "dma-sources", "{} sources; at most {}", n, DMA_COMPUTE_SOURCES)
-    need(
-        all(s.size == dst.size for s in a.srcs), "shape", "dst {} and srcs {} must have the same elements", dst, a.srcs
-    )
+    need(all(s.size == dst.size for s in a.srcs), "shape", "dst {} and srcs {} must match in size", dst, a.srcs)
     by_row = [v for v in (dst, *a.srcs) if v.by_row]
     for view in by_row:
         _need_index(view)
@@ -104,7 +94,7 @@ def dma_compute(a: Args) -> Compute:
     own = not dst.by_row or (len(by_row) == 2 and by_row[1].storage is dst.storage)
     need(own, "dma-sources", "a scatter adds to its own destination: one source must be dst's access pattern")
 
-    def execute(machine: "Machine") -> None:
+    def execute(machine: Machine) -> None:
         total: Array = np.zeros((), np.float32)
         rows = None
         for src in a.srcs:
@@ -166,7 +156,7 @@ def dma_transpose(a: Args) -> Compute:
     skip = a.oob_mode is SKIP
     need(not skip or src.by_row, "dma-mode", "oob_mode.skip goes with an indirect source")
 
-    def execute(machine: "Machine") -> None:
+    def execute(machine: Machine) -> None:
         if not src.by_row:
             machine.write(dst, machine.read(src).transpose(order))
             return

@@ -1,17 +1,13 @@
 """GpSimd's own instructions: patterns, selection by position, gathers within SBUF, reductions across partitions."""
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from nki_sim.dtypes import f32
 from nki_sim.errors import need, refuse
 from nki_sim.isa.vector import like, line, need_alu, need_ints, need_shape, write_where
+from nki_sim.machine import Machine
 from nki_sim.ops import OPS, alu
 from nki_sim.rules import REQUIRED, SBUF, Args, Compute, Tile, instruction
-
-if TYPE_CHECKING:
-    from nki_sim.machine import Machine
 
 GROUP = 16  # SBUF partitions connected to one of the eight GpSimd cores
 Array = np.ndarray
@@ -66,9 +62,7 @@ def local_gather(a: Args) -> Compute:
     count = held if a.num_valid_indices is None else a.num_valid_indices
     need(p == a.index.shape[0] and p % GROUP == 0, "shape", "{}, {}: partitions", a.src_buffer, a.index)
     need(n in (1, 2, 4, 8, 16, 32), "value", "num_elem_per_idx {} is not 1, 2, 4, 8, 16 or 32", n)
-    need(
-        count <= min(4096, held), "value", "{} indices per core; at most 4096 and the {} that index holds", count, held
-    )
+    need(count <= min(4096, held), "value", "{} indices per core; at most 4096 and the {} of index", count, held)
     need_shape("dst", a.dst, p, count * n)
 
     def compute(x: Array, index: Array) -> Array:
@@ -96,7 +90,7 @@ def nonzero_with_count(a: Args) -> Compute:
     """Positions of nonzero elements, padding, and their count last; partitions 0, 16, ... only, the others stay."""
     need_shape("dst", a.dst, a.src.shape[0], a.src.free_size + 1)
 
-    def execute(machine: "Machine") -> None:
+    def execute(machine: Machine) -> None:
         values = np.full((a.dst.shape[0], a.dst.free_size), a.padding_val, np.int32)
         for lane in range(0, len(values), GROUP):
             at = np.flatnonzero(machine.read(a.src[lane : lane + 1]))

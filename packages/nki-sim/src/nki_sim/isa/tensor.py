@@ -1,7 +1,5 @@
 """The Tensor Engine: matrix multiplication into PSUM, and transposition through it."""
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from nki_sim.constants import engine as Engine
@@ -9,12 +7,10 @@ from nki_sim.constants import matmul_perf_mode
 from nki_sim.dtypes import f32
 from nki_sim.errors import need, refuse
 from nki_sim.limits import MOVING_FREE, PARTITIONS, PSUM_BANK_BYTES, STATIONARY_FREE
+from nki_sim.machine import Machine
 from nki_sim.program import tracer
 from nki_sim.rules import IN, OUT, PSUM, SBUF, Args, Compute, Tile, instruction
 from nki_sim.tensor import MemoryRegion, NkiTensor
-
-if TYPE_CHECKING:
-    from nki_sim.machine import Machine
 
 FP8 = ("float8_e4m3", "float8_e5m2")
 OPERAND = Tile(SBUF, ("float32", "bfloat16", "float16", *FP8))
@@ -42,25 +38,16 @@ def nc_matmul(a: Args) -> Compute:
     m, n = (v.free_size // (1 + double) for v in pair)
     if double:
         need(all(v.dtype in FP8 for v in pair), "dtype", "double_row needs float8 operands; got {}", pair)
-        need(
-            all(v.ndim > 2 and v.shape[1] == 2 for v in pair), "shape", "double_row needs a first free 2; got {}", pair
-        )
+        need(all(v.ndim > 2 and v.shape[1] == 2 for v in pair), "shape", "double_row: first free must be 2; {}", pair)
     need(bool(a.tile_position) == bool(a.tile_size), "tile-position", "tile_position and tile_size are set together")
     rows, columns = tuple(a.tile_size) or (PARTITIONS, STATIONARY_FREE)
     at = tuple(a.tile_position) or (0, 0)
-    fits = all(
-        s in (32, 64, 128) and p % s == 0 and 0 <= p <= 128 - s for p, s in zip(at, (rows, columns), strict=True)
-    )
+    sizes = zip(at, (rows, columns), strict=True)
+    fits = all(s in (32, 64, 128) and p % s == 0 and 0 <= p <= 128 - s for p, s in sizes)
     need(fits, "tile-position", "size {}: 32, 64, 128; position {}: its multiple", (rows, columns), at)
     need(not double or columns == 128, "tile-position", "double_row excludes column tiling")
     need(pair[0].shape[0] == pair[1].shape[0] <= rows, "shape", "{}: dimension 0 must agree, <= {}", pair, rows)
-    need(
-        m <= columns,
-        "stationary-free",
-        "stationary has {} free elements, at most {}; split the output rows",
-        m,
-        columns,
-    )
+    need(m <= columns, "stationary-free", "stationary has {} free elements, at most {}; split rows", m, columns)
     need(n <= MOVING_FREE, "moving-free", "moving has {} free elements, at most {}; split columns", n, MOVING_FREE)
     need((a.dst.shape[0], a.dst.free_size) == (m, n), "shape", "dst {} must be ({}, {})", a.dst, m, n)
     need(len({v.dtype == "float32" for v in pair}) == 1, "dtype", "float32 pairs only with float32; got {}", pair)
@@ -80,12 +67,10 @@ def _one_bank(view: NkiTensor) -> None:
     first = (storage.address or (0, 0))[1] + view.offset * size % storage.pitch
     last = first + (view.extent(1) + 1) * size
     one = first // PSUM_BANK_BYTES == (last - 1) // PSUM_BANK_BYTES
-    need(
-        one, "psum-bank", "dst {} covers bytes {}..{} and crosses a PSUM bank of {}", view, first, last, PSUM_BANK_BYTES
-    )
+    need(one, "psum-bank", "dst {} covers bytes {}..{}, across a PSUM bank of {}", view, first, last, PSUM_BANK_BYTES)
 
 
-def _matmul(machine: "Machine") -> None:
+def _matmul(machine: Machine) -> None:
     a = Args(**machine.instr.args)
     x, y = (f32(machine.read(v)) for v in (a.stationary, a.moving))
     rows = x.shape[0] * (2 if a.perf_mode is DOUBLE else 1)
@@ -118,15 +103,7 @@ def nc_transpose(a: Args) -> tuple[Compute, str]:
     need(letter == "V" or through_pe, "buffer", "the Tensor Engine goes SBUF -> PSUM; got {} -> {}", a.data, a.dst)
     side = 32 if letter == "V" else 128
     need(max(p, f) <= side, "transpose-size", "data {} exceeds {} x {} on this engine; split it", a.data, side, side)
-    need(
-        (a.dst.shape[0], a.dst.free_size) == (f, p),
-        "shape",
-        "dst {} must be ({}, {}): {} transposed",
-        a.dst,
-        f,
-        p,
-        a.data,
-    )
+    need((a.dst.shape[0], a.dst.free_size) == (f, p), "shape", "dst {} must be ({}, {})", a.dst, f, p)
     if letter == "T":
         _one_bank(a.dst)
     return (lambda x: x.reshape(p, f).T), letter

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import reduce
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,12 +13,10 @@ from nki_sim.constants import reduce_cmd
 from nki_sim.dtypes import FLOATS, INTS, NUMPY, cast, f32
 from nki_sim.errors import need
 from nki_sim.limits import BN_STATS_FREE, PARTITIONS
+from nki_sim.machine import Machine
 from nki_sim.ops import OPS, Op, alu
 from nki_sim.rules import COLUMN, IN, OUT, OUT_COLUMN, REQUIRED, Args, Compute, Tile, instruction
 from nki_sim.tensor import MemoryRegion, NkiTensor
-
-if TYPE_CHECKING:
-    from nki_sim.machine import Machine
 
 Array = np.ndarray
 FP32_MIN = float(np.finfo(np.float32).min)
@@ -69,7 +67,7 @@ def fold(op: Op, x: Array) -> Array:
     return op.alu.reduce(line(x), axis=1) if isinstance(op.alu, np.ufunc) else reduce(op.alu, line(x).T)
 
 
-def registers(machine: "Machine", op: Op, cmd: reduce_cmd, init: Any) -> Array:
+def registers(machine: Machine, op: Op, cmd: reduce_cmd, init: Any) -> Array:
     """The engine's reduce registers for the lanes of dst, reset or loaded as `cmd` says."""
     dst, empty = machine.instr.writes[0], np.full(PARTITIONS, np.nan, np.float32)
     lanes = machine.accumulators.setdefault((machine.core, machine.instr.engine), empty)
@@ -81,10 +79,10 @@ def registers(machine: "Machine", op: Op, cmd: reduce_cmd, init: Any) -> Array:
     return lanes
 
 
-def reducing(a: Args, op: Op, cmd: reduce_cmd, body: Callable[..., Array]) -> Callable[["Machine"], None]:
+def reducing(a: Args, op: Op, cmd: reduce_cmd, body: Callable[..., Array]) -> Callable[[Machine], None]:
     """dst = body(arrays read), also folded into the reduce registers and read out to reduce_res."""
 
-    def execute(machine: "Machine") -> None:
+    def execute(machine: Machine) -> None:
         init = getattr(a, "reduce_init", None)
         values = body(*[machine.read(v) for v in machine.instr.reads if v is not init])
         machine.write(a.dst, values)
@@ -101,16 +99,10 @@ def need_reduce(op: Any, allowed: tuple[str, ...], cmd: reduce_cmd, init: Any = 
     """The reduce operator is one of `allowed`; an initial value comes with load_reduce and only then."""
     need(isinstance(op, Op) and op.name in allowed, "op", "the reduction must be one of {}; got {!r}", allowed, op)
     paired = (init is not None) == (cmd is reduce_cmd.load_reduce)
-    need(
-        paired,
-        "reduce-cmd",
-        "an initial value goes with reduce_cmd.load_reduce and only there; got {!r}, {}",
-        init,
-        cmd,
-    )
+    need(paired, "reduce-cmd", "an initial value goes with reduce_cmd.load_reduce only; got {!r}, {}", init, cmd)
 
 
-def write_where(machine: "Machine", dst: NkiTensor, chosen: Array, values: Array) -> None:
+def write_where(machine: Machine, dst: NkiTensor, chosen: Array, values: Array) -> None:
     """Write the chosen elements of dst, and count only them as written."""
     offset = machine.locate(dst)
     if offset is not None:
@@ -143,7 +135,7 @@ _SRC = Tile(scalar=True)
 def tensor_copy_predicated(a: Args) -> Compute:
     """dst = src where the predicate is nonzero (reverse_pred: zero); elsewhere dst stays as it is."""
 
-    def execute(machine: "Machine") -> None:
+    def execute(machine: Machine) -> None:
         chosen = (like(machine.read(a.predicate), a.dst) != 0) != a.reverse_pred
         values = like(machine.read(a.src), a.dst) if isinstance(a.src, NkiTensor) else np.asarray(a.src)
         write_where(machine, a.dst, chosen, values)
@@ -286,7 +278,7 @@ def range_select(a: Args) -> Compute:
     need(compares, "op", "comparisons are {}; got {!r}, {!r}", COMPARISONS, a.comp_op0, a.comp_op1)
     lowest = np.float32(FP32_MIN)
     need(
-        np.float32(a.on_false_value) == lowest, "value", "on_false_value must be {}; got {}", FP32_MIN, a.on_false_value
+        np.float32(a.on_false_value) == lowest, "value", "on_false_value must be {}, not {}", FP32_MIN, a.on_false_value
     )
     end = a.range_start + a.on_true_tile.free_size
     need(end <= 2**24, "value", "indices reach {}; float32 counts exactly to 2**24", end)
@@ -425,7 +417,7 @@ def nc_stream_shuffle(a: Args) -> Compute:
     inside = keep | (source < a.src.shape[0])
     need(inside.all(), "shuffle-mask", "the mask takes partition {} of {}", source.max(where=~keep, initial=0), a.src)
 
-    def execute(machine: "Machine") -> None:
+    def execute(machine: Machine) -> None:
         values = line(machine.read(a.src))[np.where(keep, 0, source)].reshape(a.dst.shape)
         chosen = np.broadcast_to(~keep.reshape(-1, *(1,) * (a.dst.ndim - 1)), a.dst.shape)
         write_where(machine, a.dst, chosen, values)
