@@ -109,8 +109,9 @@ class Recorder:
             if e < b and a < f and g < d and c < h:
                 if (write or wrote) and other != number:
                     event.after.add(other)
-                if write and a <= e and f <= b and c <= g and h <= d:
-                    continue  # what comes later waits for this write instead
+                same_queue = not wrote and self.events[other].queue == event.queue
+                if (write or same_queue) and a <= e and f <= b and c <= g and h <= d:
+                    continue  # what comes later waits for this access instead
             kept.append(record)
         self.records[key] = kept
 
