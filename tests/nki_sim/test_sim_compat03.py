@@ -3,13 +3,12 @@
 import importlib
 from collections.abc import Iterator
 
-import numpy as np
-import pytest
-from sim_harness import refused, run, sb
-
 import nki_sim
 import nki_sim.isa as nisa
 import nki_sim.language as nl
+import numpy as np
+import pytest
+from sim_harness import refused, run, sb
 
 
 @pytest.fixture

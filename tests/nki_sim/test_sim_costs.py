@@ -2,16 +2,16 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import ml_dtypes
-import numpy as np
-import pytest
-from sim_harness import hbm, ps, randn, sb
-
 import nki_sim
 import nki_sim.isa as nisa
 import nki_sim.language as nl
+import numpy as np
+import pytest
 from nki_sim.cost import Model, cost
+from sim_harness import hbm, ps, randn, sb
 
 BF = {"dtype": "bfloat16"}
 M = Model()
@@ -117,7 +117,7 @@ def test_the_schedule_waits_for_data_for_buffers_and_for_the_engine():
     assert act.start == load.end and store.start >= act.end
     assert events[4].start >= act.end  # one Scalar Engine, in order
     loads = [e for e in events if e.cost.direction == "hbm->sbuf"]
-    assert all(b.start >= a.start + a.cost.ns for a, b in zip(loads, loads[1:], strict=False))
+    assert all(b.start >= a.start + a.cost.ns for a, b in pairwise(loads))
     single = nki_sim.report(pipeline, randn(512, 512), buffers=1)
     reuse = single.events
     assert reuse[3].start >= reuse[2].end  # the second load waits until the first tile was stored

@@ -1,13 +1,12 @@
 """The contract: DMA copies, gathers, scatters, accumulates and transposes as documented; what it cannot reach or hit is refused."""
 
 import ml_dtypes
-import numpy as np
-import pytest
-from sim_harness import hbm, ps, randn, refused, sb
-
 import nki_sim
 import nki_sim.isa as nisa
 import nki_sim.language as nl
+import numpy as np
+import pytest
+from sim_harness import hbm, ps, randn, refused, sb
 
 SKIP = nisa.oob_mode.skip
 

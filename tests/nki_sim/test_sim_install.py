@@ -4,13 +4,12 @@ import sys
 import types
 
 import ml_dtypes
-import numpy as np
-import pytest
-from sim_harness import hbm, randn
-
 import nki_sim
 import nki_sim.isa as nisa
 import nki_sim.language as nl
+import numpy as np
+import pytest
+from sim_harness import hbm, randn
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +42,7 @@ def test_pypis_placeholder_is_told_from_a_real_package(monkeypatch, tmp_path):
     nki_sim.uninstall()
     sys.modules.pop("nki", None)
     (tmp_path / "nki" / "isa.py").write_text("real = True")
-    with pytest.raises(RuntimeError, match="real nki.isa"):
+    with pytest.raises(RuntimeError, match=r"real nki.isa"):
         nki_sim.install()
 
 
@@ -59,7 +58,7 @@ def test_old_names_exist_only_under_their_compat_mode():
         ReplicaGroup([[0]])
     nki_sim.install()
     assert "nki.isa.constants" not in sys.modules
-    with pytest.raises(ValueError, match="0.3"):
+    with pytest.raises(ValueError, match=r"0\.3"):
         nki_sim.install(compat="0.1")
 
 
@@ -68,7 +67,7 @@ def test_awss_simulator_is_used_only_on_request_and_only_if_there():
     with pytest.raises(ModuleNotFoundError, match="AWS"):
         nki_sim.simulate(kernel, backend="nki")
     nki_sim.install()
-    with pytest.raises(ModuleNotFoundError, match="alias|install"):
+    with pytest.raises(ModuleNotFoundError, match="this simulator here"):
         nki_sim.simulate(kernel, backend="nki")
     nki_sim.uninstall()
     real = types.ModuleType("nki")

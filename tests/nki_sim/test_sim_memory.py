@@ -1,12 +1,11 @@
 """The contract: capacity, overlapping addresses and memory that nothing wrote are found, with the line that reads it."""
 
-import numpy as np
-import pytest
-from sim_harness import hbm, ps, refused, sb
-
 import nki_sim
 import nki_sim.isa as nisa
 import nki_sim.language as nl
+import numpy as np
+import pytest
+from sim_harness import hbm, ps, refused, sb
 
 KIB = 1024
 
@@ -111,7 +110,7 @@ def test_outputs_must_be_written_everywhere_and_live_in_shared_hbm():
         nisa.dma_copy(out[0:7], sb(7, 4))
         return out
 
-    with pytest.raises(nki_sim.NkiError, match="unwritten-output: 4 of 32 elements.*test_sim_memory"):
+    with pytest.raises(nki_sim.NkiError, match=r"unwritten-output: 4 of 32 elements.*test_sim_memory"):
         nki_sim.simulate(kernel)(nl.shared_hbm)
     with pytest.raises(nki_sim.NkiError, match="output: the kernel returns private_hbm"):
         nki_sim.simulate(kernel)(nl.private_hbm)

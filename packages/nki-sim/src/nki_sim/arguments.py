@@ -29,7 +29,7 @@ def walk(value: Any, replace: Callable[[Any], Any]) -> Any:
     if is_array(value):
         return replace(value)
     if isinstance(value, inspect.BoundArguments):
-        return inspect.BoundArguments(value.signature, {k: walk(v, replace) for k, v in value.arguments.items()})  # type: ignore[arg-type]
+        return inspect.BoundArguments(value.signature, {k: walk(v, replace) for k, v in value.arguments.items()})
     if type(value) in (list, tuple):
         return type(value)(walk(v, replace) for v in value)
     if isinstance(value, dict):

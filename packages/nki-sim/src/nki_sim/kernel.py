@@ -38,7 +38,7 @@ class Kernel:
     """A kernel and its grid: k[2] runs on both cores of a logical NeuronCore (LNC2). Calling it simulates."""
 
     def __init__(self, function: Callable[..., Any], cores: int = 1) -> None:
-        self.function, self.cores = function, cores
+        self.function, self.cores, self.__name__ = function, cores, getattr(function, "__name__", "kernel")
         functools.update_wrapper(self, function)
 
     def __getitem__(self, grid: Any) -> "Kernel":
@@ -151,7 +151,7 @@ def simulate(kernel: Any, *, backend: str = "sim", order: str = "core0") -> Call
     "alternate", or "all", which runs every order and refuses results that differ.
     """
     if backend == "nki":
-        return _aws_simulate()(kernel.function if isinstance(kernel, Kernel) else kernel)  # type: ignore[no-any-return]
+        return _aws_simulate()(kernel.function if isinstance(kernel, Kernel) else kernel)
     if backend != "sim":
         raise ValueError(f"backend {backend!r}: 'sim' (this package) or 'nki' (AWS's simulator)")
     return lambda *args, **kwargs: specialise(kernel, args, kwargs).execute(args, kwargs, order).outputs
@@ -234,4 +234,4 @@ def _aws_simulate() -> Callable[..., Any]:
         raise ModuleNotFoundError("backend='nki' needs AWS's nki package; the one on PyPI is a placeholder") from None
     if theirs is simulate:
         raise ModuleNotFoundError("backend='nki': `nki` is this simulator here; AWS's is not installed")
-    return theirs  # type: ignore[no-any-return]
+    return theirs

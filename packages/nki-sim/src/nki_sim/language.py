@@ -136,7 +136,7 @@ def _bounds(lower: Any, upper: Any, step: Any) -> None:
         raise TypeError(f"loop bounds are integers or registers (nisa.register_load puts a value in one); {found}")
 
 
-def fori_loop(lower: Any, upper: Any, body_fun: Callable[[VirtualRegister], None], step: int = 1) -> None:
+def fori_loop(lower: Any, upper: Any, body_fun: Callable[[VirtualRegister], Any], step: int = 1) -> None:
     """A loop on the device: body_fun(i) is traced once, with the counter in a register."""
     _bounds(lower, upper, step)
     with tracer().loop(lower=lower, upper=upper, step=step) as loop:

@@ -57,7 +57,7 @@ class Cell:
         """The values of a view."""
         dtype = NUMPY[view.dtype]
         strides = [s * dtype.itemsize for s in view.strides]
-        return np.ndarray(view.shape, dtype, self.data, offset * dtype.itemsize, strides)  # type: ignore[call-overload,no-any-return]
+        return np.ndarray(view.shape, dtype, self.data, offset * dtype.itemsize, strides)
 
     def over(self, marks: Array, view: NkiTensor, offset: int) -> Array:
         """The part of per-unit `marks` that a view covers."""
@@ -65,7 +65,7 @@ class Cell:
         shape, strides = view.shape, view.strides
         if many > 1:
             shape, strides = (*shape, many), (*(s * many for s in strides), 1)
-        return np.ndarray(shape, marks.dtype, marks, offset * many, strides)  # type: ignore[call-overload,no-any-return]
+        return np.ndarray(shape, marks.dtype, marks, offset * many, strides)
 
     def line(self, view: NkiTensor, marks: Array | None = None) -> Array:
         """All elements of the storage in a row, in the view's dtype; or the units of `marks` of each."""
@@ -237,7 +237,7 @@ class Machine:
 
     # -- races --------------------------------------------------------------------------------------------------------
     def _shadow(self, cell: Cell) -> tuple[Array, list[Any]]:
-        new = (np.zeros(cell.storage.nbytes // cell.unit, np.uint8), [])
+        new: tuple[Array, list[Any]] = (np.zeros(cell.storage.nbytes // cell.unit, np.uint8), [])
         return self.shadows.setdefault(cell.storage.key, new)
 
     def _watch_rows(self, cell: Cell, view: NkiTensor, rows: Rows, write: bool) -> None:

@@ -92,7 +92,7 @@ class Report:
                 ("DMA MiB", core.dma_bytes, lambda v: f"{v / 2**20:.3f}"),
                 ("descriptors by bytes", dict(sorted(core.descriptors.items())), str),
             ):
-                lines.append(f"  core {number} {title}: " + ", ".join(f"{k} {show(v)}" for k, v in parts.items()))  # type: ignore[operator]
+                lines.append(f"  core {number} {title}: " + ", ".join(f"{k} {show(v)}" for k, v in parts.items()))
         return "\n".join(lines)
 
     def save_trace(self, path: str | os.PathLike[str]) -> Path:

@@ -287,7 +287,9 @@ class NkiTensor:
 
     def rearrange(self, src_pattern: tuple, dst_pattern: tuple, fixed_sizes: Any = None) -> "NkiTensor":
         """Split, reorder and merge dimensions by name: (("b", ("h", "w")), ("b", "w", "h"), {"h": 4})."""
-        sizes, names, view = dict(fixed_sizes or {}), [], self
+        sizes: dict[str, int] = dict(fixed_sizes or {})
+        names: list[str] = []
+        view = self
         groups = [(g,) if isinstance(g, str) else g for g in src_pattern]
         for group in groups:
             unknown = view.shape[len(names)] if len(group) == 1 else -1

@@ -27,7 +27,7 @@ def _need_index(view: NkiTensor) -> None:
     assert view.indirect_index is not None
     i = view.indirect_index.source
     good = isinstance(i, NkiTensor) and i.buffer in SBUF and (i.shape[0], i.free_size) == (view.shape[0], 1)
-    good = good and i.dtype in ("int32", "uint32")  # type: ignore[union-attr]
+    good = good and i.dtype in ("int32", "uint32")
     need(good, "vector-offset", "vector_offset: SBUF ({}, 1) int32/uint32; got {}", view.shape[0], i)
 
 
@@ -105,7 +105,8 @@ def dma_compute(a: Args) -> Compute:
     need(own, "dma-sources", "a scatter adds to its own destination: one source must be dst's access pattern")
 
     def execute(machine: "Machine") -> None:
-        total, rows = np.float32(0), None
+        total: Array = np.zeros((), np.float32)
+        rows = None
         for src in a.srcs:
             if src.by_row:
                 index = _index(machine, src)

@@ -24,7 +24,7 @@ def activation(a: Args) -> Compute:
         bias, scale = operands(rest, a.dst, a.bias, a.scale)
         x = like(f32(x), a.dst)
         x = x if isinstance(a.scale, (int, float)) and a.scale == 1 else x * scale
-        return a.op.activation(x if bias is None else x + bias)  # type: ignore[no-any-return]
+        return a.op.activation(x if bias is None else x + bias)
 
     return reducing(a, OPS["add"], getattr(a, "reduce_cmd", reduce_cmd.reset_reduce), body)
 
@@ -32,4 +32,4 @@ def activation(a: Args) -> Compute:
 @instruction("S", special=True, same="dst data", dst=OUT, op=REQUIRED, data=IN, reduce_op=REQUIRED, reduce_res=OUT_COLUMN, bias=BIAS, scale=SCALE)  # fmt: skip
 def activation_reduce(a: Args) -> Compute:
     """activation with reduce_cmd.reset_reduce."""
-    return activation.body(a)  # type: ignore[attr-defined,no-any-return]
+    return activation.body(a)  # type: ignore[attr-defined]

@@ -96,11 +96,11 @@ def _matmul(machine: "Machine") -> None:
     if a.accumulate is not False and offset is not None and not a.is_transpose:
         cell = machine.cell(a.dst.storage)
         assert cell.base is not None
-        base = cell.over(cell.base, a.dst, offset)
+        base: np.ndarray = cell.over(cell.base, a.dst, offset)
         if a.accumulate and not base.all():
             fix = "start with accumulate=False (memset is no base on trn2)"
             refuse("accumulate", f"nc_matmul adds to {a.dst.storage} where no matmul has written; {fix}")
-        base = base.all(axis=-1) if base.ndim > a.dst.ndim else base
+        base = np.all(base, axis=-1) if base.ndim > a.dst.ndim else base
         if base.any():
             values = np.where(base, values + cell.array(a.dst, offset), values)
         elif a.accumulate is None and (cell.written is None or cell.over(cell.written, a.dst, offset).any()):
