@@ -362,20 +362,19 @@ def max8(a: Args) -> Compute:
     """The eight largest values of each partition, descending."""
     _searchable(a.src)
     need_shape("dst", a.dst, a.src.shape[0], 8)
-    return lambda x: -np.sort(-line(f32(x)), axis=1)[:, :8]
+    return lambda x: -np.sort(np.partition(-line(f32(x)), 7, axis=1)[:, :8], axis=1)
 
 
 def _matches(x: Array, vals: Array, order: range) -> Array:
     """Positions [P, 8] of vals in x, each occurrence taken once, duplicates in `order`; -1 (all ones) where there is none."""
-    free = np.ones(x.shape, bool)
-    found = np.full(vals.shape, -1, np.int64)
+    x, found = x.copy(), np.full(vals.shape, -1, np.int64)
     lanes = np.arange(len(x))
     for k in order:
-        hit = (x == vals[:, k : k + 1]) & free
+        hit = x == vals[:, k : k + 1]
         at = np.argmax(hit, axis=1)
         there = hit[lanes, at]
         found[there, k] = at[there]
-        free[lanes[there], at[there]] = False
+        x[lanes[there], at[there]] = np.nan  # taken
     return found
 
 
