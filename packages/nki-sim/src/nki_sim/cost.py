@@ -103,7 +103,7 @@ CYCLES: dict[str, Callable[[Model, Instr, float], float]] = {
 
 def cost(i: Instr, m: Model) -> Cost:
     """The modelled cost of one instruction."""
-    if i.op in ("core_barrier", "sendrecv"):
+    if i.op == "core_barrier":
         return Cost(m.barrier_ns)
     if i.engine in ("dma", "tensor"):
         return _dma(i, m) if i.engine == "dma" else _tensor(i, m)
