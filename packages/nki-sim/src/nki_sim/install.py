@@ -64,36 +64,21 @@ def _real_nki() -> bool:
 
 def _of_03(top: ModuleType) -> dict[str, ModuleType]:
     enums = (dge_mode, dma_engine, engine, matmul_perf_mode, nc_version, oob_mode, reduce_cmd)
-    names: dict[str, Any] = {n: DType(n) for n in (*NUMPY, *UNSUPPORTED)}
-    constants = _module("nki.isa.constants", **{e.__name__: e for e in enums})
-    typing = _module("nki.typing", mutable_tensor=Any, tensor=_Subscriptable())
-    collectives = _module("nki.collectives", ReplicaGroup=_ReplicaGroup)
-    collectives.__getattr__ = _no_collective  # type: ignore[method-assign]
+    typing = {"mutable_tensor": Any, "tensor": list}  # annotations only; list can be subscripted
     top.cpu_simulate = kernel.jit  # type: ignore[attr-defined]  # cpu_simulate(kernel)[cores](...)
-    neuronxcc = _module("neuronxcc", __path__=[])
-    old = _module("neuronxcc.nki", __path__=[], typing=typing)
-    return {
-        "nki.isa.constants": constants,
-        "nki.dtype": _module("nki.dtype", **names, bool_=DType("bool")),
+    content: dict[str, dict[str, Any]] = {
+        "nki.isa.constants": {e.__name__: e for e in enums},
+        "nki.dtype": {n: DType(n) for n in (*NUMPY, *UNSUPPORTED)} | {"bool_": DType("bool")},
         "nki.typing": typing,
-        "nki.collectives": collectives,
-        "neuronxcc": neuronxcc,
-        "neuronxcc.nki": old,
+        "nki.collectives": {"__getattr__": _collective},
+        "neuronxcc": {"__path__": []},
+        "neuronxcc.nki": {"__path__": []},
         "neuronxcc.nki.typing": typing,
     }
+    return {name: _module(name, **names) for name, names in content.items()}
 
 
-class _ReplicaGroup:
-    def __init__(self, *_: Any, **__: Any) -> None:
-        unsupported("nki.collectives.ReplicaGroup", "collectives between devices are not modelled")
-
-
-class _Subscriptable:
-    def __getitem__(self, _: Any) -> Any:
-        return Any
-
-
-def _no_collective(name: str) -> Any:
+def _collective(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
     return lambda *_, **__: unsupported(f"nki.collectives.{name}", "collectives between devices are not modelled")

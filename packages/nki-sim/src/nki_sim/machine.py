@@ -24,18 +24,11 @@ Array = np.ndarray
 
 
 class Rows(NamedTuple):
-    """Element addresses [rows, elements] of a gather or scatter, and which rows are inside [rows, 1]."""
+    """Element addresses [rows, elements] of a gather or scatter, which rows are inside, and the addresses of those."""
 
     address: Array
     valid: Array
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.address.shape
-
-    @property
-    def inside(self) -> Array:
-        return self.address[self.valid[:, 0]]
+    inside: Array
 
 
 class Cell:
@@ -209,7 +202,8 @@ class Machine:
             bad = int(np.argmin(valid))
             found = f"index {index[bad]} of row {bad} leaves {view.storage}, as do {np.sum(~valid)} of {len(valid)}"
             refuse("out-of-bounds", f"{found}; clamp the indices or use oob_mode.skip")
-        return Rows(start[:, None] + inner, valid[:, None])
+        address = start[:, None] + inner
+        return Rows(address, valid, address[valid])
 
     def gather(self, view: NkiTensor, rows: Rows) -> Array:
         """Values [rows, elements]; zeros in the rows that are outside."""
@@ -217,14 +211,14 @@ class Machine:
         if cell.written is not None:
             self._need_written(cell, view, cell.line(view, cell.written)[rows.inside])
         self._watch_rows(cell, view, rows, False)
-        values = np.zeros(rows.shape, NUMPY[view.dtype])
-        values[rows.valid[:, 0]] = cell.line(view)[rows.inside]
+        values = np.zeros(rows.address.shape, NUMPY[view.dtype])
+        values[rows.valid] = cell.line(view)[rows.inside]
         return values
 
     def scatter(self, view: NkiTensor, rows: Rows, values: Array) -> None:
         """Store the rows that are inside."""
         cell = self.cell(view.storage)
-        cell.line(view)[rows.inside] = cast(values.reshape(rows.shape)[rows.valid[:, 0]], NUMPY[view.dtype])
+        cell.line(view)[rows.inside] = cast(values.reshape(rows.address.shape)[rows.valid], NUMPY[view.dtype])
         if cell.written is not None:
             cell.line(view, cell.written)[rows.inside] = True
         self._watch_rows(cell, view, rows, True)

@@ -1,5 +1,7 @@
 """DMA: copies between HBM and SBUF with gather and scatter, read-modify-write, and transposition on the way."""
 
+from typing import Any
+
 import numpy as np
 
 from nki_sim.constants import dge_mode, oob_mode
@@ -8,7 +10,7 @@ from nki_sim.dtypes import f32
 from nki_sim.errors import need, refuse
 from nki_sim.isa.vector import write_where
 from nki_sim.limits import DMA_COMPUTE_SOURCES
-from nki_sim.machine import Machine
+from nki_sim.machine import Machine, Rows
 from nki_sim.rules import HBM, REQUIRED, SBUF, Args, Compute, Tile, instruction
 from nki_sim.tensor import NkiTensor
 
@@ -34,12 +36,11 @@ def _index(machine: Machine, view: NkiTensor) -> Array:
     return index.reshape(index.shape[0], -1).T.reshape(-1)[: view.shape[0]]
 
 
-def _write_rows(machine: Machine, dst: NkiTensor, values: Array, valid: Array) -> None:
-    """Write gathered rows; those skipped stay as they are."""
-    if valid.all():
-        machine.write(dst, values.reshape(dst.shape))
-    else:
-        write_where(machine, dst, valid.reshape(dst.shape), values.reshape(dst.shape))
+def _write_rows(machine: Machine, dst: NkiTensor, values: Array, rows: Rows, order: Any = None) -> None:
+    """Write gathered rows, transposed by `order`; those skipped stay as they are."""
+    order = order or range(values.ndim)
+    valid = np.broadcast_to(rows.valid.reshape(-1, *(1,) * (values.ndim - 1)), values.shape)
+    write_where(machine, dst, valid.transpose(order).reshape(dst.shape), values.transpose(order).reshape(dst.shape))
 
 
 @instruction("D", special=True, dst=OUT, src=IN, priority=None, oob_mode=oob_mode.error, dge_mode=dge_mode.unknown, engine=Engine.unknown)  # fmt: skip
@@ -64,7 +65,7 @@ def dma_copy(a: Args) -> Compute:
     def execute(machine: Machine) -> None:
         if src.by_row:
             rows = machine.rows(src, _index(machine, src), skip)
-            _write_rows(machine, dst, machine.gather(src, rows), np.broadcast_to(rows.valid, rows.shape))
+            _write_rows(machine, dst, machine.gather(src, rows), rows)
             return
         if machine.locate(src, skip) is None or (not dst.by_row and machine.locate(dst, skip) is None):
             return
@@ -101,10 +102,10 @@ def dma_compute(a: Args) -> Compute:
             if src.by_row:
                 index = _index(machine, src)
                 rows = machine.rows(src, index, a.oob_mode is SKIP)
-                unique, counts = np.unique(index[rows.valid[:, 0]], return_counts=True)
+                unique, counts = np.unique(index[rows.valid], return_counts=True)
                 if (counts > 1).any():
                     found = f"index {unique[counts.argmax()]} occurs {counts.max()} times; all but one update is lost"
-                    refuse("unique-indices", f"dma_compute: {found}. Make indices unique per call")
+                    refuse("unique-indices", f"{found}. Make indices unique per call")
                 values = machine.gather(src, rows)
             else:
                 values = machine.read(src)
@@ -113,7 +114,7 @@ def dma_compute(a: Args) -> Compute:
             assert rows is not None
             machine.scatter(dst, rows, total)
         elif rows is not None:
-            _write_rows(machine, dst, total, np.broadcast_to(rows.valid, rows.shape))
+            _write_rows(machine, dst, total.reshape(rows.address.shape), rows)
         else:
             machine.write(dst, total)
 
@@ -161,8 +162,6 @@ def dma_transpose(a: Args) -> Compute:
             machine.write(dst, machine.read(src).transpose(order))
             return
         found = machine.rows(src, _index(machine, src), skip)
-        values = machine.gather(src, found).reshape(src.shape).transpose(order)
-        valid = np.broadcast_to(found.valid, found.shape).reshape(src.shape).transpose(order)
-        _write_rows(machine, dst, values, valid)
+        _write_rows(machine, dst, machine.gather(src, found).reshape(src.shape), found, order)
 
     return execute

@@ -84,13 +84,13 @@ def _matmul(machine: Machine) -> None:
         base: np.ndarray = cell.over(cell.base, a.dst, offset)
         if a.accumulate and not base.all():
             fix = "start with accumulate=False (memset is no base on trn2)"
-            refuse("accumulate", f"nc_matmul adds to {a.dst.storage} where no matmul has written; {fix}")
+            refuse("accumulate", f"adds to {a.dst.storage} where no matmul has written; {fix}")
         base = np.all(base, axis=-1) if base.ndim > a.dst.ndim else base
         if base.any():
             values = np.where(base, values + cell.array(a.dst, offset), values)
         elif a.accumulate is None and (cell.written is None or cell.over(cell.written, a.dst, offset).any()):
             fix = "adding to that is undefined on trn2; pass accumulate=False"
-            refuse("accumulate", f"nc_matmul on {a.dst.storage}, which another instruction wrote: {fix}")
+            refuse("accumulate", f"{a.dst.storage} is what another instruction wrote: {fix}")
     machine.write(a.dst, values, matmul=not a.is_transpose)
 
 

@@ -108,7 +108,7 @@ def write_where(machine: Machine, dst: NkiTensor, chosen: Array, values: Array) 
     if offset is not None:
         cell = machine.cell(dst.storage)
         np.copyto(cell.array(dst, offset), cast(values, NUMPY[dst.dtype]), where=chosen)
-        machine.wrote(cell, dst, offset, chosen=chosen)
+        machine.wrote(cell, dst, offset, chosen=None if chosen.all() else chosen)
 
 
 # -- copies and element-wise ------------------------------------------------------------------------------------------
