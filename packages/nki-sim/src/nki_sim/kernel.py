@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import hashlib
 import inspect
 import os
 from collections.abc import Callable, Sequence
@@ -16,13 +17,13 @@ from nki_sim.dtypes import as_dtype
 from nki_sim.errors import Where, refuse
 from nki_sim.machine import ORDERS, Machine, holes
 from nki_sim.memory import Usage, plan
-from nki_sim.program import CoreProgram, Instr, Tracer, active, digest, tracing
+from nki_sim.program import CoreProgram, Instr, Tracer, active, tracing
 from nki_sim.tensor import MemoryRegion, NkiTensor
 
 if TYPE_CHECKING:
     from nki_sim.schedule import Recorder
 
-TARGETS = {"": "trn2", "trn2": "trn2", "gen3": "trn2"}
+TARGETS = ("trn2", "gen3")
 
 
 class Spec(NamedTuple):
@@ -77,13 +78,18 @@ class Run(NamedTuple):
 
 @dataclass
 class Program:
-    """A specialised kernel: the instructions of each core, memory use, and `hash`, the identity of the compiled program."""
+    """A specialised kernel: the instructions of each core, and what they need of SBUF and PSUM."""
 
     kernel: Kernel
     cores: list[CoreProgram]
     usage: Usage
     signature: str
-    hash: str
+
+    @functools.cached_property
+    def hash(self) -> str:
+        """The identity of the compiled program: equal for equal instructions, constants and tensors on every core."""
+        text = "\n".join(line for core in self.cores for line in core.lines())
+        return hashlib.sha256(f"{TARGETS[0]}\n{text}".encode()).hexdigest()
 
     @property
     def instructions(self) -> list[Instr]:
@@ -171,7 +177,7 @@ def trace(kernel: Any, specs: Sequence[Any] | dict[str, Any] = (), **compile_tim
 def specialise(kernel: Any, args: tuple, kwargs: dict[str, Any]) -> Program:
     """Trace a kernel once for each core."""
     kernel = jit(kernel)
-    wanted = os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE", "")
+    wanted = os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE") or TARGETS[0]
     if wanted not in TARGETS:
         raise NotImplementedError(f"target: NEURON_PLATFORM_TARGET_OVERRIDE={wanted}; this simulator models trn2 only")
     bound = kernel.bind(args, kwargs)
@@ -180,7 +186,7 @@ def specialise(kernel: Any, args: tuple, kwargs: dict[str, Any]) -> Program:
     for view in flatten(cores[0].result):
         if isinstance(view, NkiTensor) and view.buffer is not MemoryRegion.shared_hbm:
             refuse("output", f"the kernel returns {view.storage}; outputs are nl.shared_hbm", kernel.where)
-    return Program(kernel, cores, plan(cores), describe(bound), digest(cores, TARGETS[wanted]))
+    return Program(kernel, cores, plan(cores), describe(bound))
 
 
 def _trace_core(kernel: Kernel, bound: inspect.BoundArguments, core: int) -> CoreProgram:

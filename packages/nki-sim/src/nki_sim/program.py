@@ -190,15 +190,6 @@ def tracing(new: Tracer) -> Iterator[Tracer]:
         active.pop()
 
 
-def digest(cores: list[CoreProgram], target: str) -> str:
-    """The identity of the compiled program."""
-    text = hashlib.sha256(target.encode())
-    for core in cores:
-        for line in core.lines():
-            text.update(line.encode() + b"\n")
-    return text.hexdigest()
-
-
 def _lines(block: Block, indent: str) -> Iterator[str]:
     for s in block.storages:
         extra = f" at {s.address}" if s.address else ""
