@@ -249,6 +249,7 @@ class Plugin:
         )  # of pytest-xdist, which isn't loaded
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        random.Random(0).shuffle(items)  # what a budget cuts off is then no particular kind of case
         items[:] = [i for i in items if i.nodeid not in self.recorder.done]
 
     def pytest_collection_finish(self) -> None:
@@ -257,6 +258,8 @@ class Plugin:
         Orchestrator.execute = lambda _, args: self.recorder.execute(args)
 
     def pytest_runtest_setup(self, item: Any) -> None:
+        if time.process_time() > self.recorder.options.file_seconds:
+            item.session.shouldstop = "this file's time is over"
         self.recorder.begin(item.nodeid)
 
     def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
@@ -497,6 +500,7 @@ def main() -> None:
         "-k", dest="only", action="append", default=[], help="only files whose path contains this; repeatable"
     )
     parser.add_argument("--seconds", type=float, default=120.0, help="processor time a case may take")
+    parser.add_argument("--file-seconds", type=float, default=3600.0, help="processor time a file may take; the cases left over are not run")
     parser.add_argument("--memory-gb", type=float, default=12.0, help="memory limit of a file's process")
     parser.add_argument("--input-gb", type=float, default=0.5, help="cases with larger inputs are not run")
     parser.add_argument("--fresh", action="store_true", help="forget the cases recorded in --scratch")
