@@ -136,3 +136,11 @@ def test_cores_must_allocate_the_same_shared_tensors():
 def test_a_grid_is_one_or_two_cores(grid):
     with pytest.raises(ValueError, match="1 or 2"):
         exchange(True)[grid]
+
+
+def test_every_order_compares_arguments_that_are_written_as_well():
+    def kernel(x):
+        nisa.dma_copy(x, nl.full((2, 4), float(nl.program_id(0)), "float32"))
+
+    with nki_sim.checks(record=["race"]), pytest.raises(nki_sim.NkiError, match="interleaving: array 0"):
+        nki_sim.simulate(nki_sim.jit(kernel)[2], order="all")(randn(2, 4))

@@ -132,15 +132,18 @@ class Program:
         return Run(_outputs(self.cores[0].result, machine, any(map(is_torch, arrays))), self)
 
     def _every_order(self, args: tuple, kwargs: dict[str, Any]) -> Run:
-        runs = [self.execute(*copy.deepcopy((args, kwargs)), order) for order in ORDERS[1:]]
-        runs.append(self.execute(args, kwargs, ORDERS[0]))
-        results = [[to_bytes(x, False) for x in flatten(r.outputs)] for r in runs]
-        for order, other in zip(ORDERS[1:], results[:-1], strict=True):
+        results: list[list[np.ndarray]] = []
+        for order in reversed(ORDERS):  # the last one, core0, on the caller's own arrays
+            given = (args, kwargs) if order == ORDERS[0] else copy.deepcopy((args, kwargs))
+            run = self.execute(*given, order)
+            results.append([])
+            walk([flatten(run.outputs), self.kernel.bind(*given)], lambda a: results[-1].append(to_bytes(a, True)))
+        for other, order in zip(results[:-1], reversed(ORDERS), strict=False):
             same = [bool((x == y).all()) for x, y in zip(results[-1], other, strict=True)]
             if not all(same):
-                found = f"output {same.index(False)} depends on which core is faster ({ORDERS[0]} against {order})"
+                found = f"array {same.index(False)} depends on which core is faster ({ORDERS[0]} against {order})"
                 refuse("interleaving", f"{found}; separate the cores' accesses with core_barrier", self.kernel.where)
-        return runs[-1]
+        return run
 
 
 def jit(fn: Callable[..., Any] | None = None, **_: Any) -> Any:
