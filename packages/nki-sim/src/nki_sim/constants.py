@@ -9,3 +9,4 @@ oob_mode = Enum("oob_mode", {"error": 0, "skip": 1})
 matmul_perf_mode = Enum("matmul_perf_mode", {"none": "none", "double_row": "double_row"})
 dma_engine = Enum("dma_engine", {"dma": 1, "gpsimd_dma": 2})
 nc_version = IntEnum("nc_version", {"gen2": 2, "gen3": 3, "gen4": 4})  # ordered: kernels ask for >= gen3
+Engine = engine  # for functions that have an `engine` parameter

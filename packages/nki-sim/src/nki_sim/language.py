@@ -129,8 +129,7 @@ def _bounds(lower: Any, upper: Any, step: Any) -> None:
     if not isinstance(step, int) or step < 1:
         refuse("loop", f"the step of a device loop is a positive compile-time integer; got {step!r}")
     if not all(isinstance(b, (int, VirtualRegister)) for b in (lower, upper)):
-        found = f"got {lower!r} and {upper!r}"
-        raise TypeError(f"loop bounds are integers or registers (nisa.register_load puts a value in one); {found}")
+        raise TypeError(f"loop bounds are integers or registers (nisa.register_load); got {lower!r}, {upper!r}")
 
 
 def fori_loop(lower: Any, upper: Any, body_fun: Callable[[VirtualRegister], Any], step: int = 1) -> None:

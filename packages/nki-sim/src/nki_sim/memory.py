@@ -33,11 +33,10 @@ def _plan(block: Block, region: MemoryRegion) -> int:
     live, used = _peak(block, region)
     used = max([used, *(s.address[1] + s.pitch for s in placed if s.address)])
     if used > CAPACITY[region]:
-        biggest = sorted(live, key=lambda s: -s.pitch)[:4]
-        found = f"{region.value} needs {used} bytes per partition and has {CAPACITY[region]}"
-        peak = "; ".join(f"{s.pitch} B {s}" for s in biggest)
-        fix = "use smaller tiles, or need them for less long"
-        refuse("capacity", f"{found}; {fix}. Live at the peak: {peak}", biggest[0].where if biggest else None)
+        peak = sorted(live, key=lambda s: -s.pitch)[:4]
+        found = f"{region.value} needs {used} bytes per partition of {CAPACITY[region]}; use smaller tiles"
+        most = "; ".join(f"{s.pitch} B {s}" for s in peak)
+        refuse("capacity", f"{found}. Live at the peak: {most}", peak[0].where if peak else None)
     return used
 
 

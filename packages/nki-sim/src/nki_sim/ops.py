@@ -86,9 +86,7 @@ _ALU: dict[str, Function] = {n: getattr(np, n) for n in (*_PLAIN, *_COMPARE, *_B
 _ALU |= {n: _truth(getattr(np, n)) for n in _LOGICAL} | {"logical_not": lambda x: x == 0, "bypass": lambda x: x}
 _ALU["abs_max"] = lambda a, b: np.maximum(np.abs(a), np.abs(b))
 _ALU["abs_min"] = lambda a, b: np.minimum(np.abs(a), np.abs(b))
-_ACTIVATION: dict[str, Function] = {
-    n: getattr(np, n) for n in ("sqrt", "exp", "log", "arctan", "sign", "tanh")
-} | _UNARY
+_ACTIVATION = {n: getattr(np, n) for n in ("sqrt", "exp", "log", "arctan", "sign", "tanh")} | _UNARY
 _ACTIVATION |= {
     "copy": lambda x: x,
     "sin": _sin,

@@ -13,7 +13,7 @@ from inspect import Parameter, Signature
 from types import SimpleNamespace as Args
 from typing import Any, NamedTuple
 
-from nki_sim.constants import engine as Engine
+from nki_sim.constants import Engine
 from nki_sim.errors import doing, kernel_line, need
 from nki_sim.limits import FREE_DIMENSIONS, PARTITIONS, start_partitions
 from nki_sim.program import Instr, tracer

@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 
 from nki_sim import errors
-from nki_sim.constants import dma_engine
-from nki_sim.constants import engine as Engine
+from nki_sim.constants import Engine, dma_engine
 from nki_sim.dtypes import INTS
 from nki_sim.errors import need
 from nki_sim.machine import Machine
@@ -25,18 +24,12 @@ def register_alloc(x: int | None = None) -> VirtualRegister:
     return register
 
 
-def _need_register(value: Any) -> None:
-    if not isinstance(value, VirtualRegister):
-        raise TypeError(f"operand: {value!r} is no register; allocate one with nisa.register_alloc()")
-
-
-def _need_one(view: Any) -> None:
-    need(view.size == 1, "shape", "a register holds one element; got {}", view)
+def _check(register: Any, view: Any = None) -> None:
+    need(isinstance(register, VirtualRegister), "operand", "{!r} is no register (nisa.register_alloc)", register)
+    need(view is None or view.size == 1, "shape", "a register holds one element; got {}", view)
 
 
 def _move(a: Args) -> Compute:
-    _need_register(a.dst)
-
     def execute(machine: Machine) -> None:
         machine.registers[machine.core][a.dst.number] = machine.value(a.src)
 
@@ -46,6 +39,7 @@ def _move(a: Args) -> Compute:
 @instruction("Y", special=True, dst=REQUIRED, src=REQUIRED)
 def register_move(a: Args) -> Compute:
     """Put a constant or another register's value in a register."""
+    _check(a.dst)
     need(isinstance(a.src, (int, VirtualRegister)), "operand", "src is an integer or a register; got {!r}", a.src)
     return _move(a)
 
@@ -53,15 +47,14 @@ def register_move(a: Args) -> Compute:
 @instruction("Y", special=True, dst=REQUIRED, src=Tile(HBM | SBUF, INTS))
 def register_load(a: Args) -> Compute:
     """Put a tensor's single integer in a register."""
-    _need_one(a.src)
+    _check(a.dst, a.src)
     return _move(a)
 
 
 @instruction("Y", special=True, dst=Tile(HBM | SBUF, write=True), src=REQUIRED)
 def register_store(a: Args) -> Compute:
     """Write a register's value to a tensor of one element."""
-    _need_register(a.src)
-    _need_one(a.dst)
+    _check(a.src, a.dst)
     return lambda machine: machine.write(a.dst, np.asarray(machine.value(a.src)))
 
 

@@ -4,8 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from nki_sim.constants import dge_mode, oob_mode
-from nki_sim.constants import engine as Engine
+from nki_sim.constants import Engine, dge_mode, oob_mode
 from nki_sim.dtypes import f32
 from nki_sim.errors import need, refuse
 from nki_sim.isa.vector import write_where
@@ -147,13 +146,8 @@ def dma_transpose(a: Args) -> Compute:
         need(size in (2, 4), "dtype", "2-byte or 4-byte dtypes; got {}", src.dtype)
         block = rows == 16 if src.ndim == 2 else rows in (1, 2, 4, 8, 16) and rows * src.shape[-2] % 16 == 0
         fix = "a 2-byte dtype, last <= 128, 16 rows (3-D, 4-D: 1, 2, 4, 8, 16 and rows x second-last % 16 == 0)"
-        need(
-            mode != "hwdge" or (size == 2 and last <= 128 and block),
-            "dma-transpose",
-            "hwdge needs {}; got {}",
-            fix,
-            src,
-        )
+        block = mode != "hwdge" or (size == 2 and last <= 128 and block)
+        need(block, "dma-transpose", "hwdge needs {}; got {}", fix, src)
     skip = a.oob_mode is SKIP
     need(not skip or src.by_row, "dma-mode", "oob_mode.skip goes with an indirect source")
 

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from nki_sim.constants import engine as Engine
-from nki_sim.constants import matmul_perf_mode
+from nki_sim.constants import Engine, matmul_perf_mode
 from nki_sim.dtypes import f32
 from nki_sim.errors import need, refuse
 from nki_sim.limits import MOVING_FREE, PARTITIONS, PSUM_BANK_BYTES, STATIONARY_FREE
@@ -83,14 +82,12 @@ def _matmul(machine: Machine) -> None:
         assert cell.base is not None
         base: np.ndarray = cell.over(cell.base, a.dst, offset)
         if a.accumulate and not base.all():
-            fix = "start with accumulate=False (memset is no base on trn2)"
-            refuse("accumulate", f"adds to {a.dst.storage} where no matmul has written; {fix}")
+            refuse("accumulate", f"adds to {a.dst.storage} where no matmul wrote (memset is no base); start with False")
         base = np.all(base, axis=-1) if base.ndim > a.dst.ndim else base
         if base.any():
             values = np.where(base, values + cell.array(a.dst, offset), values)
         elif a.accumulate is None and (cell.written is None or cell.over(cell.written, a.dst, offset).any()):
-            fix = "adding to that is undefined on trn2; pass accumulate=False"
-            refuse("accumulate", f"{a.dst.storage} is what another instruction wrote: {fix}")
+            refuse("accumulate", f"adds to {a.dst.storage}, which no matmul wrote: undefined on trn2; pass False")
     machine.write(a.dst, values, matmul=not a.is_transpose)
 
 

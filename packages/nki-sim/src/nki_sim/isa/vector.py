@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from nki_sim import errors
-from nki_sim.constants import engine as Engine
-from nki_sim.constants import reduce_cmd
+from nki_sim.constants import Engine, reduce_cmd
 from nki_sim.dtypes import FLOATS, INTS, NUMPY, cast, f32
 from nki_sim.errors import need
 from nki_sim.limits import BN_STATS_FREE, PARTITIONS
@@ -277,9 +276,7 @@ def range_select(a: Args) -> Compute:
     compares = all(isinstance(c, Op) and c.name in COMPARISONS for c in (a.comp_op0, a.comp_op1))
     need(compares, "op", "comparisons are {}; got {!r}, {!r}", COMPARISONS, a.comp_op0, a.comp_op1)
     lowest = np.float32(FP32_MIN)
-    need(
-        np.float32(a.on_false_value) == lowest, "value", "on_false_value must be {}, not {}", FP32_MIN, a.on_false_value
-    )
+    need(np.float32(a.on_false_value) == lowest, "value", "on_false_value is {}, not {}", FP32_MIN, a.on_false_value)
     end = a.range_start + a.on_true_tile.free_size
     need(end <= 2**24, "value", "indices reach {}; float32 counts exactly to 2**24", end)
     index = np.arange(a.range_start, end, dtype=np.float32)
