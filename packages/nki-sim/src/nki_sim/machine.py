@@ -133,21 +133,18 @@ class Machine:
         cell = self.cell(view.storage)
         if cell.written is not None:
             self._need_written(cell, view, cell.over(cell.written, view, offset))
-        if view.storage.key in self.contended:
-            self._watch(view, offset, offset + view.extent(), False)
+        self._watch(view, offset, offset + view.extent(), False)
         return cell.array(view, offset)
 
     def _need_written(self, cell: Cell, view: NkiTensor, part: Array) -> None:
         if part.all():
             return
-        amount = holes(part, view)
+        amount, at = holes(part, view), f"reads {view} of {view.storage}"
         if cell.clobbered:
             by, where = cell.clobbered
-            fix = "Separate their addresses, or finish with one before writing the other"
-            refuse("overlap", f"reads {view.storage}: {amount} overwritten through {by} at {where}. {fix}")
+            refuse("overlap", f"{at}: {amount} overwritten through {by} at {where}. Give them separate addresses")
         else:
-            fix = "Write it first (nisa.memset, or a DMA that covers it)"
-            refuse("uninitialized", f"reads {view} of {view.storage}: {amount} never written. {fix}")
+            refuse("uninitialized", f"{at}: {amount} never written. Write it first, with nisa.memset or a DMA")
 
     def write(self, view: NkiTensor, values: Array, matmul: bool = False) -> None:
         """Store values, converted to the view's dtype."""
@@ -172,8 +169,7 @@ class Machine:
                 np.copyto(part, True, where=True if chosen is None else chosen.reshape(*view.shape, *ones))
         if storage.aliases:
             self._clobber(storage, view, offset)
-        if storage.key in self.contended:
-            self._watch(view, offset, offset + view.extent(), True)
+        self._watch(view, offset, offset + view.extent(), True)
 
     def _clobber(self, storage: Storage, view: NkiTensor, offset: int) -> None:
         assert storage.address is not None
@@ -210,7 +206,7 @@ class Machine:
         cell = self.cell(view.storage)
         if cell.written is not None:
             self._need_written(cell, view, cell.line(view, cell.written)[rows.inside])
-        self._watch_rows(cell, view, rows, False)
+        self._watch(view, 0, view.storage.nbytes, False, rows.inside)
         values = np.zeros(rows.address.shape, NUMPY[view.dtype])
         values[rows.valid] = cell.line(view)[rows.inside]
         return values
@@ -221,25 +217,19 @@ class Machine:
         cell.line(view)[rows.inside] = cast(values.reshape(rows.address.shape)[rows.valid], NUMPY[view.dtype])
         if cell.written is not None:
             cell.line(view, cell.written)[rows.inside] = True
-        self._watch_rows(cell, view, rows, True)
+        self._watch(view, 0, view.storage.nbytes, True, rows.inside)
 
     # -- races --------------------------------------------------------------------------------------------------------
-    def _shadow(self, cell: Cell) -> tuple[Array, list[Any]]:
-        new: tuple[Array, list[Any]] = (np.zeros(cell.storage.nbytes // cell.unit, np.uint8), [])
-        return self.shadows.setdefault(cell.storage.key, new)
-
-    def _watch_rows(self, cell: Cell, view: NkiTensor, rows: Rows, write: bool) -> None:
-        if view.storage.key in self.contended and rows.inside.size:
-            marks = cell.line(view, self._shadow(cell)[0])
-            part = marks[rows.inside]
-            self._watch(view, int(rows.inside.min()), int(rows.inside.max()), write, part)
-            marks[rows.inside] = part
-
-    def _watch(self, view: NkiTensor, first: int, last: int, write: bool, part: Array | None = None) -> None:
-        """Bits of a mark: 1, 2 read by core 0, 1; 4, 8 written by core 0, 1, since the cores last met."""
+    def _watch(self, view: NkiTensor, first: int, last: int, write: bool, inside: Array | None = None) -> None:
+        """Note an access to shared memory, to elements first..last or the chosen ones. Bits of a mark: 1, 2 read by core 0,
+        1; 4, 8 written by core 0, 1, since the cores last met."""
+        if view.storage.key not in self.contended:
+            return
         cell = self.cell(view.storage)
-        marks, log = self._shadow(cell)
-        part = cell.over(marks, view, first) if part is None else part
+        new: tuple[Array, list[Any]] = (np.zeros(cell.storage.nbytes // cell.unit, np.uint8), [])
+        marks, log = self.shadows.setdefault(view.storage.key, new)
+        line = cell.over(marks, view, first) if inside is None else cell.line(view, marks)
+        part = line if inside is None else line[inside]
         me, other, size = self.core, 1 - self.core, view.dtype.itemsize
         if (part & ((4 << other) | (1 << other if write else 0))).any():
             for core, wrote, seen, low, high in log:
@@ -249,6 +239,8 @@ class Machine:
                     refuse("race", f"{found} in {view.storage}, with no core_barrier between")
                     break
         part |= np.uint8((4 if write else 1) << me)
+        if inside is not None:
+            line[inside] = part
         log.append((me, write, self.instr, first * size, last * size))
 
     # -- running ------------------------------------------------------------------------------------------------------
