@@ -106,6 +106,12 @@ def test_bitwise_operators_work_on_the_bits(name):
     assert (run(lambda d, a: nisa.tensor_scalar(d, a, op, 3), x, dst=((1, 3), "int32")) == want).all()
 
 
+def test_a_right_shift_is_logical():
+    x = np.array([[-8, 8]], np.int32)
+    got = run(lambda d, a: nisa.tensor_scalar(d, a, nl.right_shift, 1), x, dst=((1, 2), "int32"))
+    assert got.tolist() == [[2**31 - 4, 4]]
+
+
 def test_tensor_scalar_applies_two_operators_with_columns_and_constants():
     x, c = randn(P, N), randn(P, 1, seed=1)
     got = run(

@@ -65,6 +65,12 @@ def _softplus(x: Any) -> Any:
     return np.logaddexp(x, 0)
 
 
+def _shift_right(a: np.ndarray, b: Any) -> np.ndarray:
+    """Logical: zeros come in from the left; an arithmetic shift right is not supported."""
+    unsigned = np.dtype(f"u{a.itemsize}")
+    return np.right_shift(a.view(unsigned), np.asarray(b).astype(unsigned)).view(a.dtype)
+
+
 def _truth(function: Function) -> Function:
     return lambda a, b: function(a != 0, b != 0)
 
@@ -84,6 +90,7 @@ _UNARY: dict[str, Function] = {
 }
 _ALU: dict[str, Function] = {n: getattr(np, n) for n in (*_PLAIN, *_COMPARE, *_BITVEC)} | _UNARY
 _ALU |= {n: _truth(getattr(np, n)) for n in _LOGICAL} | {"logical_not": lambda x: x == 0, "bypass": lambda x: x}
+_ALU["right_shift"] = _shift_right
 _ALU["abs_max"] = lambda a, b: np.maximum(np.abs(a), np.abs(b))
 _ALU["abs_min"] = lambda a, b: np.minimum(np.abs(a), np.abs(b))
 _ACTIVATION = {n: getattr(np, n) for n in ("sqrt", "exp", "log", "arctan", "sign", "tanh")} | _UNARY
