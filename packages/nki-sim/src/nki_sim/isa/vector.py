@@ -37,11 +37,11 @@ def like(x: Array, target: NkiTensor) -> Array:
     return x.reshape(x.shape[0], *(1,) * (target.ndim - 1)) if column else x.reshape(target.shape)
 
 
-def operands(arrays: tuple[Array, ...], target: NkiTensor, *values: Any) -> list[Any]:
-    """Numbers as float32, tensors (in the order read) as float32 columns against `target`."""
+def operands(arrays: tuple[Array, ...], target: NkiTensor, *values: Any, kind: Any = np.float32) -> list[Any]:
+    """Numbers, and tensors (in the order read) as columns against `target`, in one dtype."""
     rest = iter(arrays)
-    known = [like(f32(next(rest)), target) if isinstance(v, NkiTensor) else v for v in values]
-    return [np.float32(v) if isinstance(v, (int, float)) else v for v in known]
+    known = [like(next(rest), target) if isinstance(v, NkiTensor) else v for v in values]
+    return [None if v is None else np.asarray(v).astype(kind) for v in known]
 
 
 def need_alu(op: Any, bitvec: bool | None = False) -> None:
@@ -126,11 +126,7 @@ def memset(a: Args) -> Compute:
     return lambda: constant
 
 
-_PREDICATE = Tile(dtypes=("uint8", "uint16", "uint32"))
-_SRC = Tile(scalar=True)
-
-
-@instruction("V", special=True, same="dst src predicate", same_dtype="dst src", one_psum="src predicate", dst=OUT, src=_SRC, predicate=_PREDICATE, reverse_pred=False)  # fmt: skip
+@instruction("V", special=True, same="dst src predicate", same_dtype="dst src", one_psum="src predicate", dst=OUT, src=Tile(scalar=True), predicate=Tile(dtypes=("uint8", "uint16", "uint32")), reverse_pred=False)  # fmt: skip
 def tensor_copy_predicated(a: Args) -> Compute:
     """dst = src where the predicate is nonzero (reverse_pred: zero); elsewhere dst stays as it is."""
 
@@ -186,14 +182,8 @@ def tensor_scalar(a: Args) -> tuple[Compute, str]:
     letter = fast.get(a.engine, "G" if pair[0] == "rsqrt" and not psum else "V")
 
     def compute(x: Array, *rest: Array) -> Array:
-        if a.op0.bitvec:
-            tiles = iter(rest)
-            values = [next(tiles) if isinstance(v, NkiTensor) else v for v in (a.operand0, a.operand1)]
-            p, q = (None if v is None else np.asarray(v).astype(x.dtype) for v in values)
-            p, q = (like(v, a.dst) if v is not None and v.ndim else v for v in (p, q))
-        else:
-            x = f32(x)
-            p, q = operands(rest, a.dst, a.operand0, a.operand1)
+        x = x if a.op0.bitvec else f32(x)
+        p, q = operands(rest, a.dst, a.operand0, a.operand1, kind=x.dtype)
         x = alu(a.op0, like(x, a.dst), p, a.reverse0)
         return x if a.op1 is None else alu(a.op1, x, q, a.reverse1)
 
@@ -253,11 +243,10 @@ def tensor_scalar_reduce(a: Args) -> Compute:
     return reducing(a, a.reduce_op, a.reduce_cmd, body)
 
 
-_INT_PREDICATE = Tile(dtypes=("int8", "uint8", "int16", "uint16"))
-_NARROW = Tile(dtypes=(*FLOATS, "int16", "uint16", "int8", "uint8"))
+_SMALL = ("int8", "uint8", "int16", "uint16")
 
 
-@instruction("V", special=True, same="dst predicate on_true", one_psum="on_true predicate", dst=OUT, predicate=_INT_PREDICATE, on_true=_NARROW, on_false=ANY_COLUMN, reduce_res=OUT_COLUMN._replace(dtypes=FLOATS), reduce_cmd=reduce_cmd.idle, reduce_op=OPS["maximum"], reverse_pred=False)  # fmt: skip
+@instruction("V", special=True, same="dst predicate on_true", one_psum="on_true predicate", dst=OUT, predicate=Tile(dtypes=_SMALL), on_true=Tile(dtypes=(*FLOATS, *_SMALL)), on_false=ANY_COLUMN, reduce_res=OUT_COLUMN._replace(dtypes=FLOATS), reduce_cmd=reduce_cmd.idle, reduce_op=OPS["maximum"], reverse_pred=False)  # fmt: skip
 def select_reduce(a: Args) -> Compute:
     """dst = on_true where the predicate holds, else on_false; optionally the maximum over the free axes."""
     need_reduce(a.reduce_op, ("maximum",), a.reduce_cmd)
