@@ -42,3 +42,15 @@ def test_a_scan_that_only_accumulates_is_the_sequential_float32_sum() -> None:
     for i in range(x.shape[1]):
         state = want[:, i] = state + x[:, i]
     assert np.array_equal(got, want)
+
+
+def test_numbers_stand_for_enumerations_only_in_0_3() -> None:
+    x = np.ones((4, 4), np.float32)
+    copy = lambda d, a: nisa.tensor_copy(d, a, engine=nisa.engine.vector.value)  # noqa: E731
+    with pytest.raises(TypeError, match=r"engine is a member of nisa\.engine"):
+        run(copy, x, dst=((4, 4), "float32"))
+    nki_sim.install(compat="0.3")
+    try:
+        assert run(copy, x, dst=((4, 4), "float32")).sum() == 16
+    finally:
+        nki_sim.uninstall()

@@ -9,10 +9,12 @@ order, to the array written (float32 or exact; the machine converts).
 """
 
 from collections.abc import Callable
+from enum import Enum
 from inspect import Parameter, Signature
 from types import SimpleNamespace as Args
 from typing import Any, NamedTuple
 
+from nki_sim import errors
 from nki_sim.constants import Engine
 from nki_sim.errors import doing, kernel_line, need
 from nki_sim.limits import FREE_DIMENSIONS, PARTITIONS, start_partitions
@@ -59,7 +61,7 @@ def instruction(
     tiles = {n: p for n, p in parameters.items() if isinstance(p, Tile)}
     defaults = {n: p for n, p in parameters.items() if p is not REQUIRED and n not in tiles}
     defaults |= {n: t.default for n, t in tiles.items() if t.optional or t.default is not None}
-    names = list(parameters)
+    names, enums = list(parameters), {n: type(d) for n, d in defaults.items() if isinstance(d, Enum)}
 
     def decorate(body: Callable[[Args], Any]) -> Callable[..., Instr]:
         title = body.__name__
@@ -70,6 +72,11 @@ def instruction(
             wrong = [n for n in bound if n not in parameters] or [n for n in names if n not in bound]
             if wrong or len(args) > len(names) or any(n in kwargs for n in names[: len(args)]):
                 raise TypeError(f"nisa.{title}({', '.join(names)}) got {len(args)} values and {list(kwargs)}: {wrong}")
+            for n, kind in enums.items():
+                if not isinstance(bound[n], kind):
+                    if not errors.compat or not isinstance(bound[n], int):
+                        raise TypeError(f"nisa.{title}: {n} is a member of nisa.{kind.__name__}; got {bound[n]!r}")
+                    bound[n] = kind(bound[n])  # NKI 0.3 took the numbers
             doing.append((title, None))
             try:
                 a = Args(**{n: bound[n] for n in names})
