@@ -166,11 +166,14 @@ def test_a_barrier_holds_the_faster_core():
         if nl.program_id(0):
             nisa.memset(sb(8, 9000), 0)
             nisa.memset(tile, 1)
+        nisa.memset(nl.ndarray((1, 4), "float32"), 0, engine=nisa.engine.gpsimd)
         nisa.dma_copy(shared[nl.program_id(0) : nl.program_id(0) + 1], tile)
         nisa.core_barrier(shared, (0, 1))
         nisa.dma_copy(sb(1, 4), shared[1 - nl.program_id(0) : 2 - nl.program_id(0)])
 
     events = nki_sim.report(nki_sim.jit(kernel)[2]).events
+    barriers = [e for e in events if e.instr.op == "core_barrier"]
+    assert barriers[0].start >= 9000 / 0.96 and barriers[1].start >= barriers[0].start
     last_write = max(e.end for e in events if e.cost.direction == "sbuf->hbm")
     reads = [e.start for e in events if e.cost.direction == "hbm->sbuf"]
     assert len(reads) == 2 and min(reads) >= last_write

@@ -45,6 +45,7 @@ class Recorder:
         self.events: list[Event] = []
         self.costs: dict[int, Cost] = {}
         self.numbers: dict[int, int] = {}  # id(instr) -> its latest event
+        self.last: dict[Queue, set[int]] = {}  # the latest event of each queue
         self.registers: dict[tuple[int, int], int] = {}  # core and register -> the event that set it
         self.records: dict[object, list[tuple[Box, int, bool]]] = {}
         self.addresses: dict[Key, int] = {}
@@ -66,6 +67,9 @@ class Recorder:
             self._access(event, number, view, located, meeting)
         for view in instr.writes:
             self._access(event, number, view, located, True)
+        if meeting and core == 1:  # the first half waits for what this one waits for
+            self.events[number - 1].after.update(event.after - {number - 1}, self.last.get(event.queue, ()))
+        self.last[event.queue] = {number}
         if instr.op in ("register_load", "register_move"):
             self.registers[core, instr.args["dst"].number] = number
 
