@@ -37,8 +37,13 @@ class NkiError(ValueError):
         super().__init__(f"{rule}: {message}" + (f" [{where}]" if where else ""))
 
 
+class NotModelled(NotImplementedError, AttributeError):
+    """A name that NKI may know and this simulator does not; hasattr() answers no."""
+
+
 # What is being traced or executed now, innermost last: the instruction's name, and its line when it executes.
 doing: list[tuple[str, Where | None]] = []
+
 _recorded: list[tuple[frozenset[str], list[Finding]]] = [(frozenset(), [])]
 
 
@@ -75,7 +80,7 @@ def need(holds: object, rule: str, message: str, *values: object) -> None:
 
 def unsupported(name: str, why: str) -> NoReturn:
     """What this simulator does not model is an error with its name, never a guess."""
-    raise NotImplementedError(f"{name}: {why} [{kernel_line()}]")
+    raise NotModelled(f"{name}: {why} [{kernel_line()}]")
 
 
 def kernel_line() -> Where | None:
