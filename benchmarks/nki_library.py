@@ -40,6 +40,7 @@ ABSENT = ("boto3", "botocore", "fabric2", "paramiko", "aws_embedded_metrics", "p
           "test.utils.perf_analysis_private", "test.utils.scripts")  # fmt: skip
 LOOSE_L2, LOOSE_SHARE = 2e-2, 1e-2
 SMALL = "small MoE shapes"
+LIMITS = ("seconds", "file_seconds", "memory_gb", "input_gb")
 
 
 # ---------------------------------------------------------------- what the test suite imports and this machine need not have
@@ -111,7 +112,7 @@ def compare(actual: np.ndarray, golden: np.ndarray, rtol: float, atol: float) ->
 def judge(case: dict[str, Any], args: Any, limit_bytes: float) -> None:
     """Simulate one ``KernelArgs`` and record in `case` how its outputs compare; raise what the simulator raises."""
     import nki_sim
-    from test.utils.common_dataclasses import (
+    from test.utils.common_dataclasses import (  # fmt: skip
         CustomValidatorWithOutputTensorData,
         LazyGoldenGenerator,
         normalize_golden_output,
@@ -392,6 +393,10 @@ def files(root: Path, only: list[str]) -> list[Path]:
     return sorted(chosen, key=lambda p: (not any(k in str(p) for k in FIRST), str(p)))
 
 
+def missing(name: str, status: str, why: str) -> dict[str, Any]:
+    return {"id": name, "status": status, "why": [why], "findings": [], "executed": 0, "aws": False, "loose": False}
+
+
 def run_file(path: Path | str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Every case's record; a process that hangs or dies in a case is started again without that case."""
     scratch = Path(options.scratch) / Path(path).stem
@@ -401,26 +406,15 @@ def run_file(path: Path | str, options: argparse.Namespace) -> list[dict[str, An
         out.unlink(missing_ok=True)
     log = (scratch / "log.txt").open("w")
     env = dict(os.environ, NEURON_PYTHONHASHSEED="0", PYTHONHASHSEED="0", NEURON_PLATFORM_TARGET_OVERRIDE="trn2")
-    while True:
-        argv = [
-            sys.executable,
-            __file__,
-            options.checkout,
-            "--worker",
-            str(path),
-            "--worker-out",
-            str(out),
-            "--scratch",
-            str(scratch),
-        ]
-        argv += [
-            f"--{name.replace('_', '-')}={getattr(options, name)}" for name in ("seconds", "memory_gb", "input_gb")
-        ]
+    while not options.recorded:
+        argv = [sys.executable, __file__, options.checkout, "--worker", str(path)]
+        argv += ["--worker-out", str(out), "--scratch", str(scratch)]
+        argv += [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in LIMITS]
         process = subprocess.Popen(argv, env=env, stdout=log, stderr=log)
         while process.poll() is None:
             time.sleep(1)
             last = out.read_text().splitlines()[-1:] if out.exists() else []
-            record = json.loads(last[0]) if last else {}
+            record = json.loads(last[0]) if last and last[0].endswith("}") else {}
             if "status" not in record and time.time() - record.get("started", time.time()) > 10 * options.seconds + 30:
                 process.kill()
         records = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
@@ -430,42 +424,15 @@ def run_file(path: Path | str, options: argparse.Namespace) -> list[dict[str, An
             break
         with out.open("a") as f:
             for r in lost:
-                how = (
-                    "killed: no result in time"
-                    if process.returncode in (-9,)
-                    else f"the process died ({process.returncode})"
-                )
-                f.write(
-                    json.dumps(
-                        {
-                            "id": r["id"],
-                            "status": "failed",
-                            "aws": False,
-                            "loose": False,
-                            "executed": 0,
-                            "findings": [],
-                            "why": [how],
-                        }
-                    )
-                    + "\n"
-                )
+                how = "killed: no result in time" if process.returncode == -9 else f"died ({process.returncode})"
+                f.write(json.dumps(missing(r["id"], "failed", how)) + "\n")
     cases = [r for r in map(json.loads, out.read_text().splitlines()) if "status" in r] if out.exists() else []
     if not cases:
         tail = (scratch / "log.txt").read_text().splitlines()
         why = next(
             (line for line in reversed(tail) if re.match(r"E   |\w*Error", line)), (tail or ["nothing collected"])[-1]
         )
-        cases = [
-            {
-                "id": str(path),
-                "status": "uncollected",
-                "why": [why.removeprefix("E").strip()],
-                "findings": [],
-                "executed": 0,
-                "aws": False,
-                "loose": False,
-            }
-        ]
+        cases = [missing(str(path), "uncollected", why.removeprefix("E").strip())]
     return cases
 
 
@@ -511,6 +478,7 @@ def main() -> None:
     )
     parser.add_argument("--memory-gb", type=float, default=12.0, help="memory limit of a file's process")
     parser.add_argument("--input-gb", type=float, default=0.5, help="cases with larger inputs are not run")
+    parser.add_argument("--recorded", action="store_true", help="run nothing: the table of what --scratch has")
     parser.add_argument("--fresh", action="store_true", help="forget the cases recorded in --scratch")
     parser.add_argument(
         "--scratch",
