@@ -6,6 +6,7 @@ import shlex
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from .catalog import Recipe, find_recipe, list_recipes
@@ -61,6 +62,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", default="auto", help="auto (default), neuron, cuda or cpu")
     parser.add_argument(
+        "--model",
+        metavar="M",
+        help="instead of the recipe's: a folder (its weights are where training starts), a Hub id in the local cache, or a name",
+    )
+    parser.add_argument(
+        "--route", metavar="R", help="instead of the recipe's: native, or transformers (see docs/routes.md)"
+    )
+    parser.add_argument(
         "--resume",
         action="store_true",
         help="go on from the last checkpoint in --dump_folder, or in this recipe's newest run",
@@ -110,7 +119,14 @@ def _main(arguments: list[str], recipes: Path) -> int:
     device = choose_device(options.device)
     folder = options.dump_folder or _run_folder(recipe, options.resume, under_torchrun)
     run_options = Options(
-        recipe, tuple(rest), device, folder, options.resume, _resume_command(arguments, recipe, folder)
+        recipe,
+        tuple(rest),
+        device,
+        folder,
+        options.resume,
+        _resume_command(arguments, recipe, folder),
+        options.model,
+        options.route,
     )
     set_device(device)
     if device == "cpu":
@@ -120,7 +136,7 @@ def _main(arguments: list[str], recipes: Path) -> int:
         # for. With one thread there is no pool; each rank sets its own number.
         torch.set_num_threads(1)
     if options.help:
-        build_config(Options(recipe, (*rest, "--help"), device, folder, False, ""))
+        build_config(replace(run_options, titan_args=(*rest, "--help")))
 
     from .preflight import check, world_size_of
 

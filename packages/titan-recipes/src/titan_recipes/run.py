@@ -27,6 +27,10 @@ class Options:
     resume: bool
     command: str
     """The command as the user typed it, to print how to resume."""
+    model: str | None = None
+    """Instead of the recipe's: a folder, a Hub id or a name."""
+    route: str | None = None
+    """Instead of the recipe's: native or transformers."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ def build_config(options: Options) -> Any:
     from torchtitan.trainer import Trainer
 
     from .defaults import apply_device_defaults
+    from .spec import use_model
     from .trainer import adopt
 
     config = load_recipe(options.recipe)()
@@ -56,6 +61,8 @@ def build_config(options: Options) -> Any:
             "(use titan_recipes.trainer.Trainer.Config)."
         )
     config = adopt(config)
+    if options.model or options.route:
+        use_model(config, options.model, route=options.route)
     config.dump_folder = options.dump_folder
     for line in apply_device_defaults(config, options.device):
         say(f"{options.device}: {line}")
@@ -81,10 +88,25 @@ def run_rank(options: Options) -> Outcome:
         _print_error(f"error: {error}")
     except KeyboardInterrupt:
         os._exit(128 + signal.SIGINT)  # before training began; whoever started this rank says so
-    except BaseException:
-        _print_error(traceback.format_exc())
+    except BaseException as error:
+        _print_error(traceback.format_exc() + explain_late_error(error, options.device))
     sys.stderr.flush()
     os._exit(1)  # skips atexit: collectives of a broken group can block there
+
+
+_BLOCKING = {"neuron": "NEURON_LAUNCH_BLOCKING", "cuda": "CUDA_LAUNCH_BLOCKING"}
+
+
+def explain_late_error(error: BaseException, device: str) -> str:
+    """A note for an error that a device may have reported late, else nothing. Accelerators run behind the host: an
+    operation's error, out-of-memory included, surfaces where the host next waits for the device."""
+    variable = _BLOCKING.get(device)
+    if variable is None or not isinstance(error, RuntimeError) or os.environ.get(variable) == "1":
+        return ""
+    return (
+        f"\nnote: the {device} device reports errors late. The operation that failed may lie before the last line above;\n"
+        f"run again with {variable}=1 (slower) and the traceback ends at it."
+    )
 
 
 def _print_error(text: str) -> None:
