@@ -1,4 +1,5 @@
-"""Contract: from the same weights, both routes have plain Transformers' first loss and gradients, in every layout.
+"""Contract: from the same weights, both routes have plain Transformers' first loss and gradients, in every layout; and what
+was not initialised or not read stops the run by name.
 
 The reference is the Transformers class without TorchTitan, each document run alone; so masks, positions, RoPE, loss and the
 reduction over ranks are compared as well as the model. Float32, losses and gradients within 1e-5 of the largest entry.
@@ -6,6 +7,7 @@ reduction over ranks are compared as well as the model. Float32, losses and grad
 
 import os
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from hf_ckpt_adapter import Layout, convert_state
+from hf_ckpt_adapter import CheckpointReader, Layout, convert_state
 from ranks import run_ranks
 
 BOUND = 1e-5
@@ -126,7 +128,7 @@ def plain(folder: Path, batch: tuple[bytes, ...]) -> tuple[float, dict[str, torc
     total = torch.zeros(())
     for row, starts, targets in zip(tokens, positions == 0, labels, strict=True):
         begins = [*starts.nonzero().flatten().tolist(), LENGTH]
-        for begin, end in zip(begins, begins[1:], strict=False):
+        for begin, end in pairwise(begins):
             logits = model(row[None, begin:end]).logits[0]
             total = total + F.cross_entropy(logits, targets[begin:end], ignore_index=-100, reduction="sum") / count
     total.backward()
@@ -161,3 +163,59 @@ def test_the_first_loss_and_all_gradients_are_plain_transformers(
     assert found.keys() == gradients.keys()
     for name, gradient in gradients.items():
         assert_close(name, torch.from_numpy(found[name]), gradient)
+
+
+def test_nothing_was_patched_for_the_whole_process(folders: dict[str, Path]) -> None:
+    """TorchTitan's backend would replace these on the first model; reloading in this process would then be no check."""
+    from titan_recipes.spec import transformers as spec
+
+    spec(folders["moe"]).model.build()
+    for name in ("_init_weights", "_initialize_weights"):
+        assert getattr(transformers.PreTrainedModel, name).__module__ == "transformers.modeling_utils"
+
+
+def test_a_rope_buffer_left_empty_stops_the_run_with_its_name(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from titan_recipes.transformers_route import TransformersQwen3
+
+    monkeypatch.setattr(TransformersQwen3, "_init_rope", lambda self: None)
+    with pytest.raises(AssertionError, match=r"hold no value after initialisation: .*rotary_emb\.inv_freq"):
+        run_ranks(first_step, 1, folders["dense"], "transformers", {}, tmp_path)
+
+
+@pytest.mark.parametrize("route", ["native", "transformers"])
+def test_one_expert_unread_stops_the_run_with_its_layer(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, route: str
+) -> None:
+    read = CheckpointReader._read
+
+    def forgetful(self: Any, output: Any, item: Any, target: torch.Tensor) -> None:
+        before = target.clone()
+        read(self, output, item, target)
+        if output.name.endswith(
+            "layers.1.m" + ("oe" if route == "native" else "lp") + ".routed_experts.inner_experts.w1_EFD"
+        ):
+            target[3] = before[3]
+
+    monkeypatch.setattr(CheckpointReader, "_read", forgetful)
+    with pytest.raises(
+        AssertionError, match=r"1 parameters or buffers hold no value after loading .*layers\.1\..*w1_EFD"
+    ):
+        run_ranks(first_step, 1, folders["moe"], route, {}, tmp_path)
+
+
+def test_a_box_that_is_read_twice_or_never_stops_the_run(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = CheckpointReader.read_data
+
+    def confused(self: Any, plan: Any, planner: Any) -> Any:
+        plan.items[-1] = plan.items[0]
+        return read(self, plan, planner)
+
+    monkeypatch.setattr(CheckpointReader, "read_data", confused)
+    with pytest.raises(
+        AssertionError, match=r"(?s)2 tensors were not written exactly once.*\(0 of .* elements written\)"
+    ):
+        run_ranks(first_step, 1, folders["dense"], "native", {}, tmp_path)

@@ -78,6 +78,12 @@ def _parser() -> argparse.ArgumentParser:
         "--dump_folder", metavar="DIR", help=f"where the run writes (default: {OUTPUTS}/RECIPE-DATE-TIME)"
     )
     parser.add_argument(
+        "--compare-modes",
+        action="store_true",
+        help="run a few steps eagerly and compiled, and print losses, step times, graphs and where they part",
+    )
+    parser.add_argument("--profile", action="store_true", help="write a torch profiler trace of one step")
+    parser.add_argument(
         "--allow-untested",
         action="store_true",
         help="run with untested torch, torchtitan or transformers minors",
@@ -112,6 +118,7 @@ def _main(arguments: list[str], recipes: Path) -> int:
 
     from .device import choose_device, set_device
     from .logs import set_up_logging
+    from .modes import compare_modes
     from .run import Options, build_config, run_rank
 
     set_up_logging(None, console=first)
@@ -127,6 +134,7 @@ def _main(arguments: list[str], recipes: Path) -> int:
         _resume_command(arguments, recipe, folder),
         options.model,
         options.route,
+        options.profile,
     )
     set_device(device)
     if device == "cpu":
@@ -148,6 +156,10 @@ def _main(arguments: list[str], recipes: Path) -> int:
             f"device: {device}{' (chosen by auto)' if options.device == 'auto' else ''}, {world} rank{'s' if world > 1 else ''}"
         )
         print(f"run folder: {folder}", flush=True)
+    if options.compare_modes:
+        if under_torchrun:
+            raise UserError("--compare-modes starts its ranks itself, twice: run it without torchrun.")
+        return compare_modes(run_options, world, config.training.mixed_precision_param)
     if under_torchrun:
         outcome = run_rank(run_options)
     else:

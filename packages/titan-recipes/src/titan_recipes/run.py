@@ -11,6 +11,7 @@ from typing import Any
 from .catalog import Recipe, load_recipe
 from .errors import UserError
 from .logs import say, set_up_logging
+from .modes import STEPS, Mode, prepare
 
 __all__ = ["Options", "Outcome", "build_config", "run_rank", "train_rank"]
 
@@ -31,6 +32,10 @@ class Options:
     """Instead of the recipe's: a folder, a Hub id or a name."""
     route: str | None = None
     """Instead of the recipe's: native or transformers."""
+    profile: bool = False
+    """Trace one step."""
+    mode: Mode | None = None
+    """One side of --compare-modes."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,8 @@ class Outcome:
 
     step: int
     signal: int | None
+    graphs: int = 0
+    """Graphs that torch.compile made on this rank."""
 
 
 def build_config(options: Options) -> Any:
@@ -75,6 +82,15 @@ def build_config(options: Options) -> Any:
         prog=f"apps/train {options.recipe.name}",
         console_outputs=os.environ.get("RANK", "0") == "0",
     )
+    if options.profile:
+        from .profiling import TRACED_STEP, StepProfiler
+
+        config.profiler = StepProfiler.Config()
+        if config.training.steps < TRACED_STEP:
+            raise UserError(f"--profile traces step {TRACED_STEP}; give it --training.steps {TRACED_STEP} or more.")
+    if options.mode is not None:
+        named = any(argument.partition("=")[0] == "--training.steps" for argument in options.titan_args)
+        prepare(config, options.mode, None if named else STEPS)
     return config
 
 
@@ -163,14 +179,16 @@ def train_rank(options: Options) -> Outcome:
             f"checkpoint: {folder}" if step and config.checkpoint.enable else "no step was finished, nothing to save"
         )
         say(f"\nstopped by {signal.Signals(stopped_by).name} after step {step}. {where}")
-        if step and config.checkpoint.enable:
+        if step and config.checkpoint.enable and not config.checkpoint.load_only:
             say(f"to go on:  {options.command}")
-    elif rank == 0 and config.checkpoint.enable:
+    elif rank == 0 and config.checkpoint.enable and not config.checkpoint.load_only:
         set_up_logging(Path(options.dump_folder) / "logs" / f"rank-{rank}.log", console=True)
         from .publish import publish
 
         publish(trainer)
-    return Outcome(step, stopped_by)
+    from torch._dynamo.utils import counters
+
+    return Outcome(step, stopped_by, counters["stats"]["unique_graphs"])
 
 
 def usable_cores() -> int:
