@@ -5,9 +5,7 @@ workspace run in the workspace's own environment. Packages are discovered: a new
 """
 
 import difflib
-import os
 import re
-import sys
 import tempfile
 import tomllib
 from pathlib import Path
@@ -147,7 +145,3 @@ def unhashed_lock(session: nox.Session) -> Path:
     file = Path(session.create_tmp()) / "constraints.txt"
     file.write_text("\n".join(lines) + "\n")
     return file
-
-
-if __name__ == "__main__":
-    os.execvp("nox", ["nox", *sys.argv[1:]])
