@@ -42,7 +42,9 @@ def tests(session: nox.Session, package: str) -> None:
     """One package's tests in its own environment; tests(integration) in the workspace's."""
     folder = f"tests/{import_name(package)}"
     if package == "integration":
-        pytest(session, package, "uv", "run", "--quiet", "python", "-m", "pytest", folder)
+        # Two at a time: most of the time is one process importing TorchTitan or Transformers. A file stays in one worker.
+        workers = ("-n", "2", "--dist", "loadfile")
+        pytest(session, package, "uv", "run", "--quiet", "python", "-m", "pytest", folder, *workers)
         return
     sync = ("uv", "sync", "--quiet", "--package", package, "--no-default-groups", "--group", "test")
     environment = {"UV_PROJECT_ENVIRONMENT": session.virtualenv.location}
