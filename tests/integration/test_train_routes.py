@@ -2,55 +2,19 @@
 what would run a folder's code, or train on a NaN, is stopped."""
 
 import gzip
-import inspect
 import itertools
 import json
 import math
+import re
 import shutil
 
 import pytest
+from qwen3_core import MODELS
 
-from integration.app import fork_app, metrics
+from integration.app import ROOT, fork_app, metrics
 
 QUICK = ("debug", "--device", "cpu", "--training.seq_len", "128", "--training.local_batch_size", "2", "--metrics.log_freq", "1",
          "--lr_scheduler.warmup_steps", "0", "--dump_folder", "run")  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def left(tmp_path_factory):
-    """The folder of a run that trained a little: the debug recipe, native."""
-    folder = tmp_path_factory.mktemp("left")
-    ended = fork_app(*QUICK, "--training.steps", "30", "--training.seq_len", "256", cwd=folder)
-    assert ended.code == 0, ended.out
-    return folder / "run"
-
-
-def code_corpus(folder):
-    """Another kind of text than the recipe's: the standard library's own source."""
-    folder.mkdir()
-    for module in (json, inspect, itertools, shutil, gzip, pytest):
-        source = inspect.getsourcefile(module) if hasattr(module, "__file__") else None
-        if source:
-            text = inspect.getsource(module)
-            for i in range(0, min(len(text), 60_000), 4_000):
-                (folder / f"{module.__name__}-{i}.txt").write_text(text[i : i + 4_000])
-    return folder
-
-
-@pytest.mark.parametrize("route", ["native", "transformers"])
-def test_a_fine_tune_of_what_a_run_left_lowers_validation_loss_and_reloads(left, tmp_path, route):
-    corpus = code_corpus(tmp_path / "corpus")
-    ended = fork_app(
-        *QUICK, "--model", str(left / "hf"), "--route", route, "--dataloader.dataset_path", str(corpus), "--training.steps", "12",
-        "--validator.freq", "100", cwd=tmp_path,
-    )  # fmt: skip
-    assert ended.code == 0, ended.out
-    assert f"weights: loaded from {left / 'hf'}" in ended.out
-    validation = [r["validation_loss"] for r in metrics(tmp_path / "run") if "validation_loss" in r]
-    assert validation[-1] < validation[0] - 0.1  # after the first step, after the last
-    assert "0 missing keys, 0 unexpected" in ended.out and "WRONG EXPORT" not in ended.out
-    config = json.loads((tmp_path / "run" / "hf" / "config.json").read_text())
-    assert config["head_dim"] == 64 and config["tie_word_embeddings"] is True
 
 
 def test_a_mixture_of_experts_trains_through_transformers_on_two_ranks_resumes_and_exports(tmp_path):
@@ -67,9 +31,15 @@ def test_a_mixture_of_experts_trains_through_transformers_on_two_ranks_resumes_a
     for rank in range(2):
         trace = json.loads(gzip.decompress((tmp_path / "run" / "profile" / f"rank-{rank}.json.gz").read_bytes()))
         assert any("scaled_dot_product" in event["name"] for event in trace["traceEvents"] if "name" in event)
-    more = fork_app(*moe[:-1], "--training.steps", "6", "--resume", cwd=tmp_path)
+    more = fork_app(*moe[:-1], "--training.steps", "6", "--resume", "--checkpoint.load_only", cwd=tmp_path)
     assert more.code == 0, more.out
     assert "resumed from run/checkpoint/step-4" in more.out and list(more.losses) == [5, 6]
+    other = fork_app(
+        *QUICK, "--model", "run/checkpoint/step-4", "--route", "native", "--training.steps", "1", "--validator.no-enable",
+        "--checkpoint.load_only", "--dump_folder", "other", cwd=tmp_path,
+    )  # fmt: skip
+    assert other.code == 0, other.out
+    assert other.losses[1] < first - 0.1  # these weights, on the other route
 
 
 def test_both_modes_take_the_same_steps_and_stay_together(tmp_path):
@@ -78,21 +48,21 @@ def test_both_modes_take_the_same_steps_and_stay_together(tmp_path):
     )  # fmt: skip
     assert ended.code == 0, ended.out
     assert "together: no loss differs" in ended.out
-    assert "graphs compiled on a rank: eager 0, compiled" in ended.out and "compiled 0" not in ended.out
+    assert re.search(r"graphs compiled on a rank: eager 0, compiled [1-9]", ended.out)
     eager, compiled = (metrics(tmp_path / "run" / mode) for mode in ("eager", "compiled"))
     assert [r["step"] for r in eager] == [r["step"] for r in compiled] == [1, 2, 3]
     assert not list((tmp_path / "run").rglob("*.distcp"))  # nothing was saved
 
 
 @pytest.fixture
-def trap(left, tmp_path):
-    """A good folder whose config.json names code of its own, which leaves a mark when it runs."""
+def trap(tmp_path):
+    """A model folder whose config.json names code of its own, which leaves a mark when it runs."""
     folder = tmp_path / "trap"
-    shutil.copytree(left / "hf", folder)
+    shutil.copytree(ROOT / "recipes" / "debug_tokenizer", folder)
     mark = tmp_path / "it-ran"
     (folder / "evil.py").write_text(f"open({str(mark)!r}, 'w').close()\n\n\nclass Config:\n    pass\n")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "evil.Config"}}))
+    config = MODELS["debug"].to_hf() | {"auto_map": {"AutoConfig": "evil.Config"}}
+    (folder / "config.json").write_text(json.dumps(config))
     yield folder
     assert not mark.exists()
 

@@ -171,7 +171,8 @@ def use_model(
     sizes; True: they have to be there).
     """
     assert config.model_spec is not None
-    route, old = route or route_of(config.model_spec), config.model_spec.model
+    own, old = route_of(config.model_spec), config.model_spec.model
+    route = route or own
     if model is None:
         config.model_spec = model_spec(
             old.qwen3, route=route, document_mask=old.document_mask, flavor=config.model_spec.flavor
@@ -188,7 +189,7 @@ def use_model(
         raise UserError(f"{model} has no weights: neither *.safetensors nor a TorchTitan step.")
     if source.weights is not None and weights is not False:
         config.checkpoint.initial_load_path = str(source.weights)
-        config.checkpoint.initial_load_in_hf = not source.is_step
+        config.checkpoint.initial_load_in_hf = True  # a step too: read through the same table, it starts either route
 
 
 def parallelize(model: nn.Module, **kwargs: Any) -> nn.Module:
