@@ -40,6 +40,7 @@ ABSENT = ("boto3", "botocore", "fabric2", "paramiko", "aws_embedded_metrics", "p
           "test.utils.perf_analysis_private", "test.utils.scripts")  # fmt: skip
 LOOSE_L2, LOOSE_SHARE = 2e-2, 1e-2
 SMALL = "small MoE shapes"
+LIMITS = ("seconds", "file_seconds", "memory_gb", "input_gb")
 
 
 # ---------------------------------------------------------------- what the test suite imports and this machine need not have
@@ -69,7 +70,10 @@ def neuron_dtypes() -> types.ModuleType:
     import ml_dtypes
 
     module = types.ModuleType("neuron_dtypes")
-    packed = {name: type(name, (), {"itemsize": size}) for name, size in (("float8_e4m3fn_x4", 4), ("float8_e5m2_x4", 4), ("float4_e2m1fn_x4", 2))}
+    packed = {
+        name: type(name, (), {"itemsize": size})
+        for name, size in (("float8_e4m3fn_x4", 4), ("float8_e5m2_x4", 4), ("float4_e2m1fn_x4", 2))
+    }
 
     def static_cast(x: Any, dtype: Any) -> Any:
         return np.asarray(x).astype(np.dtype(dtype))
@@ -107,24 +111,37 @@ def compare(actual: np.ndarray, golden: np.ndarray, rtol: float, atol: float) ->
 
 def judge(case: dict[str, Any], args: Any, limit_bytes: float) -> None:
     """Simulate one ``KernelArgs`` and record in `case` how its outputs compare; raise what the simulator raises."""
-    from test.utils.common_dataclasses import (
+    import nki_sim
+    from test.utils.common_dataclasses import (  # fmt: skip
         CustomValidatorWithOutputTensorData,
         LazyGoldenGenerator,
         normalize_golden_output,
     )
-
-    import nki_sim
+    from test.utils.ranged_test_harness import is_in_negative_test_context
 
     inputs = {k.removesuffix(".must_alias_input"): v for k, v in dict(args.kernel_input or {}).items()}
     size = sum(v.nbytes for v in inputs.values() if isinstance(v, np.ndarray))
-    if size > limit_bytes:
+    if (
+        size > limit_bytes and not is_in_negative_test_context()
+    ):  # a case that must be refused is refused before it runs
         raise MemoryError(f"inputs of {size / 1e9:.1f} GB")
-    lnc, saved = args.compiler_input.logical_nc_config, {k: v.copy() for k, v in inputs.items() if isinstance(v, np.ndarray)}
+    lnc, saved = (
+        args.compiler_input.logical_nc_config,
+        {k: v.copy() for k, v in inputs.items() if isinstance(v, np.ndarray)},
+    )
     started = time.perf_counter()
     outputs, findings = run(nki_sim, args.kernel_func, lnc, inputs, saved)
     case["simulated_s"] = round(case.get("simulated_s", 0.0) + time.perf_counter() - started, 2)
     case["findings"] += findings
-    outputs = [] if outputs is None else list(outputs.values()) if isinstance(outputs, dict) else list(outputs) if isinstance(outputs, list | tuple) else [outputs]
+    outputs = (
+        []
+        if outputs is None
+        else list(outputs.values())
+        if isinstance(outputs, dict)
+        else list(outputs)
+        if isinstance(outputs, list | tuple)
+        else [outputs]
+    )
     if args.validation_args is None:
         return
     wanted = args.validation_args.golden_output
@@ -139,7 +156,9 @@ def judge(case: dict[str, Any], args: Any, limit_bytes: float) -> None:
         array = np.asarray(out)
         if isinstance(want, CustomValidatorWithOutputTensorData):
             nan = array.dtype.kind in "fV" and bool(np.isnan(array.astype(np.float32)).any())
-            ok = want.validator(None).validate(np.ascontiguousarray(array.astype(want.dtype)).reshape(-1).view(np.uint8))
+            ok = want.validator(None).validate(
+                np.ascontiguousarray(array.astype(want.dtype)).reshape(-1).view(np.uint8)
+            )
             aws, loose, why = bool(ok), not nan, "NaN in the output" if nan else "AWS's validator"
         else:
             aws, loose, why = compare(array.astype(want.dtype), golden[name], rtol, atol)
@@ -149,7 +168,9 @@ def judge(case: dict[str, Any], args: Any, limit_bytes: float) -> None:
             case["why"].append(f"{name}: {why}")
 
 
-def run(nki_sim: Any, kernel: Any, lnc: int, inputs: dict[str, Any], saved: dict[str, np.ndarray]) -> tuple[Any, list[str]]:
+def run(
+    nki_sim: Any, kernel: Any, lnc: int, inputs: dict[str, Any], saved: dict[str, np.ndarray]
+) -> tuple[Any, list[str]]:
     """(outputs, findings): under every strict rule, and where one refuses, again with that rule recorded instead of raised.
     Cores that race run in lock-step then: any order is possible, and that one is likely."""
     rules: dict[str, Exception] = {}
@@ -181,7 +202,9 @@ class Recorder:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.out, self.case = options, Path(options.worker_out), {}
-        self.done = {json.loads(line)["id"] for line in self.out.read_text().splitlines()} if self.out.exists() else set()
+        self.done = (
+            {json.loads(line)["id"] for line in self.out.read_text().splitlines()} if self.out.exists() else set()
+        )
 
     def write(self, record: dict[str, Any]) -> None:
         with self.out.open("a") as f:
@@ -205,12 +228,16 @@ class Recorder:
     def end(self, seconds: float, error: BaseException | None, negative: bool = False) -> None:
         signal.setitimer(signal.ITIMER_PROF, 0)
         case = self.case
-        case["status"] = "skipped" if type(error).__name__ == "Skipped" else "failed" if error or not case["loose"] else "passed"
+        case["status"] = (
+            "skipped" if type(error).__name__ == "Skipped" else "failed" if error or not case["loose"] else "passed"
+        )
         case["seconds"], case["negative"] = round(seconds, 2), negative
         if error is not None:
             case["why"].append(f"{type(error).__name__}: {str(error)[:600]}")
             frames = traceback.extract_tb(error.__traceback__)
-            case["trace"] = [f"{Path(f.filename).name}:{f.lineno}" for f in frames if "site-packages" not in f.filename][-7:]
+            case["trace"] = [
+                f"{Path(f.filename).name}:{f.lineno}" for f in frames if "site-packages" not in f.filename
+            ][-7:]
         self.write(case)
 
 
@@ -221,9 +248,12 @@ class Plugin:
         self.recorder = recorder
 
     def pytest_addhooks(self, pluginmanager: Any) -> None:
-        pluginmanager.add_hookspecs(types.SimpleNamespace(pytest_configure_node=lambda node: None))  # of pytest-xdist, which isn't loaded
+        pluginmanager.add_hookspecs(
+            types.SimpleNamespace(pytest_configure_node=lambda node: None)
+        )  # of pytest-xdist, which isn't loaded
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        random.Random(0).shuffle(items)  # what a budget cuts off is then no particular kind of case
         items[:] = [i for i in items if i.nodeid not in self.recorder.done]
 
     def pytest_collection_finish(self) -> None:
@@ -232,6 +262,8 @@ class Plugin:
         Orchestrator.execute = lambda _, args: self.recorder.execute(args)
 
     def pytest_runtest_setup(self, item: Any) -> None:
+        if time.process_time() > self.recorder.options.file_seconds:
+            item.session.shouldstop = "this file's time is over"
         self.recorder.begin(item.nodeid)
 
     def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
@@ -271,7 +303,20 @@ def worker(options: argparse.Namespace) -> int:
                     error = e
                 recorder.end(time.perf_counter() - started, error)
         return 0
-    flags = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", "--platform-target", "trn2", "--output-directory", options.scratch, "-o", f"artifacts_dir={options.scratch}"]
+    flags = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "--tb=short",
+        "--platform-target",
+        "trn2",
+        "--output-directory",
+        options.scratch,
+        "-o",
+        f"artifacts_dir={options.scratch}",
+    ]
     return int(pytest.main([options.worker, *flags], plugins=[Plugin(recorder)]))
 
 
@@ -287,7 +332,24 @@ def small() -> Iterator[tuple[str, Callable[[Any], Any]]]:
 
     def fwd(kind: Any, H: int = 512, T: int = 512, E: int = 4, B: int = 256, k: int = 2, F: int = 256, skip: int = 0, bias: bool = False, training: bool = False,
             activation: Any = act.SiLU, scaling: Any = scale.POST_SCALE, clamps: tuple[Any, ...] = (None,) * 4, on_f: bool = False) -> Callable[[Any], Any]:  # fmt: skip
-        values = (kind, H, T, E, B, k, F, forward.nl.bfloat16, skip, bias, training, None, activation, scaling, *clamps, on_f)
+        values = (
+            kind,
+            H,
+            T,
+            E,
+            B,
+            k,
+            F,
+            forward.nl.bfloat16,
+            skip,
+            bias,
+            training,
+            None,
+            activation,
+            scaling,
+            *clamps,
+            on_f,
+        )
         return lambda manager: forward.TestMoeBlockwiseMatMulLnc2().test_moe_blockwise_mm_kernel_lnc2(manager, None, **dict(zip(names, values, strict=True)), platform_target=Platforms.TRN2, request=request)  # fmt: skip
 
     def bwd(H: int = 512, T: int = 512, E: int = 4, B: int = 256, k: int = 1, F: int = 256, skip: int = 0, clamp: Any = None, bias: bool = False,
@@ -298,16 +360,25 @@ def small() -> Iterator[tuple[str, Callable[[Any], Any]]]:
     for kind in (kinds.SHARD_ON_INTERMEDIATE, kinds.SHARD_ON_INTERMEDIATE_HW, kinds.SHARD_ON_BLOCK):
         for skip in (0, 1):
             yield f"forward[{kind.name}-skip{skip}]", fwd(kind, skip=skip)
-        yield f"forward[{kind.name}-bias-clamp-swish]", fwd(kind, skip=1, bias=True, activation=act.Swish, clamps=(7, None, 8, -9))
+        yield (
+            f"forward[{kind.name}-bias-clamp-swish]",
+            fwd(kind, skip=1, bias=True, activation=act.Swish, clamps=(7, None, 8, -9)),
+        )
         yield f"forward[{kind.name}-E8-B512-H1024-F512]", fwd(kind, E=8, B=512, H=1024, F=512, T=1024, skip=1)
         yield f"forward[{kind.name}-top1]", fwd(kind, k=1, skip=1)
     for scaling in (scale.PRE_SCALE, scale.NO_SCALE):
         yield f"forward[SHARD_ON_INTERMEDIATE-{scaling.name}]", fwd(kinds.SHARD_ON_INTERMEDIATE, scaling=scaling)
     yield "forward[SHARD_ON_INTERMEDIATE-checkpoint]", fwd(kinds.SHARD_ON_INTERMEDIATE, training=True)
-    yield "forward[SHARD_ON_INTERMEDIATE-checkpoint-affinity-on-F]", fwd(kinds.SHARD_ON_INTERMEDIATE, training=True, on_f=True)
+    yield (
+        "forward[SHARD_ON_INTERMEDIATE-checkpoint-affinity-on-F]",
+        fwd(kinds.SHARD_ON_INTERMEDIATE, training=True, on_f=True),
+    )
     yield "forward[SHARD_ON_INTERMEDIATE-F384]", fwd(kinds.SHARD_ON_INTERMEDIATE, F=384)  # 192 a core: a tail of 64
     for on_f in (False, True):
-        yield f"forward[DROPPING-checkpoint-affinity-on-F-{on_f}]", fwd(kinds.SHARD_ON_INTERMEDIATE_DROPPING, T=2048, E=2, B=1024, training=True, on_f=on_f)
+        yield (
+            f"forward[DROPPING-checkpoint-affinity-on-F-{on_f}]",
+            fwd(kinds.SHARD_ON_INTERMEDIATE_DROPPING, T=2048, E=2, B=1024, training=True, on_f=on_f),
+        )
     for case in ({}, {"k": 2}, {"skip": 1}, {"k": 2, "skip": 1, "B": 512}, {"bias": True, "clamp": backward.ClampLimits(7, -7, 7, -7), "activation": backward.ActFnType.Swish}, {"H": 1024, "F": 128, "E": 8}, {"B": 128}):  # fmt: skip
         label = "-".join(f"{k}{v}" if isinstance(v, int) else k for k, v in case.items()) or "plain"
         yield f"backward[{label}]", bwd(**case)
@@ -322,6 +393,10 @@ def files(root: Path, only: list[str]) -> list[Path]:
     return sorted(chosen, key=lambda p: (not any(k in str(p) for k in FIRST), str(p)))
 
 
+def missing(name: str, status: str, why: str) -> dict[str, Any]:
+    return {"id": name, "status": status, "why": [why], "findings": [], "executed": 0, "aws": False, "loose": False}
+
+
 def run_file(path: Path | str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Every case's record; a process that hangs or dies in a case is started again without that case."""
     scratch = Path(options.scratch) / Path(path).stem
@@ -331,14 +406,15 @@ def run_file(path: Path | str, options: argparse.Namespace) -> list[dict[str, An
         out.unlink(missing_ok=True)
     log = (scratch / "log.txt").open("w")
     env = dict(os.environ, NEURON_PYTHONHASHSEED="0", PYTHONHASHSEED="0", NEURON_PLATFORM_TARGET_OVERRIDE="trn2")
-    while True:
-        argv = [sys.executable, __file__, options.checkout, "--worker", str(path), "--worker-out", str(out), "--scratch", str(scratch)]
-        argv += [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in ("seconds", "memory_gb", "input_gb")]
+    while not options.recorded:
+        argv = [sys.executable, __file__, options.checkout, "--worker", str(path)]
+        argv += ["--worker-out", str(out), "--scratch", str(scratch)]
+        argv += [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in LIMITS]
         process = subprocess.Popen(argv, env=env, stdout=log, stderr=log)
         while process.poll() is None:
             time.sleep(1)
             last = out.read_text().splitlines()[-1:] if out.exists() else []
-            record = json.loads(last[0]) if last else {}
+            record = json.loads(last[0]) if last and last[0].endswith("}") else {}
             if "status" not in record and time.time() - record.get("started", time.time()) > 10 * options.seconds + 30:
                 process.kill()
         records = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
@@ -348,13 +424,15 @@ def run_file(path: Path | str, options: argparse.Namespace) -> list[dict[str, An
             break
         with out.open("a") as f:
             for r in lost:
-                how = "killed: no result in time" if process.returncode in (-9,) else f"the process died ({process.returncode})"
-                f.write(json.dumps({"id": r["id"], "status": "failed", "aws": False, "loose": False, "executed": 0, "findings": [], "why": [how]}) + "\n")
+                how = "killed: no result in time" if process.returncode == -9 else f"died ({process.returncode})"
+                f.write(json.dumps(missing(r["id"], "failed", how)) + "\n")
     cases = [r for r in map(json.loads, out.read_text().splitlines()) if "status" in r] if out.exists() else []
     if not cases:
         tail = (scratch / "log.txt").read_text().splitlines()
-        why = next((line for line in reversed(tail) if re.match(r"E   |\w*Error", line)), (tail or ["nothing collected"])[-1])
-        cases = [{"id": str(path), "status": "uncollected", "why": [why.removeprefix("E").strip()], "findings": [], "executed": 0, "aws": False, "loose": False}]
+        why = next(
+            (line for line in reversed(tail) if re.match(r"E   |\w*Error", line)), (tail or ["nothing collected"])[-1]
+        )
+        cases = [missing(str(path), "uncollected", why.removeprefix("E").strip())]
     return cases
 
 
@@ -379,18 +457,34 @@ def summarise(results: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
                 groups["loose only: " + reason(c["why"][-1])].append(f"{name}::{c['id'].split('::', 1)[-1]}")
             for f in c["findings"]:
                 groups["finding: " + reason(f)].append(f"{name}::{c['id'].split('::', 1)[-1]}")
-    return {"files": table, "groups": {k: {"count": len(v), "first": v[:3]} for k, v in sorted(groups.items(), key=lambda kv: -len(kv[1]))}}
+    return {
+        "files": table,
+        "groups": {k: {"count": len(v), "first": v[:3]} for k, v in sorted(groups.items(), key=lambda kv: -len(kv[1]))},
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", help="a checkout of github.com/aws-neuron/nki-library")
-    parser.add_argument("-k", dest="only", action="append", default=[], help="only files whose path contains this; repeatable")
+    parser.add_argument(
+        "-k", dest="only", action="append", default=[], help="only files whose path contains this; repeatable"
+    )
     parser.add_argument("--seconds", type=float, default=120.0, help="processor time a case may take")
+    parser.add_argument(
+        "--file-seconds",
+        type=float,
+        default=3600.0,
+        help="processor time a file may take; the cases left over are not run",
+    )
     parser.add_argument("--memory-gb", type=float, default=12.0, help="memory limit of a file's process")
     parser.add_argument("--input-gb", type=float, default=0.5, help="cases with larger inputs are not run")
+    parser.add_argument("--recorded", action="store_true", help="run nothing: the table of what --scratch has")
     parser.add_argument("--fresh", action="store_true", help="forget the cases recorded in --scratch")
-    parser.add_argument("--scratch", default="/tmp/nki_library_judge", help="logs and the cases recorded so far: a run that stopped goes on")
+    parser.add_argument(
+        "--scratch",
+        default="/tmp/nki_library_judge",
+        help="logs and the cases recorded so far: a run that stopped goes on",
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--worker-out", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -398,14 +492,23 @@ def main() -> None:
         sys.exit(worker(options))
     root = Path(options.checkout).resolve()
     results: dict[str, list[dict[str, Any]]] = {}
-    chosen: list[Path | str] = [*([SMALL] if not options.only or any(k in SMALL for k in options.only) else []), *files(root, options.only)]
+    chosen: list[Path | str] = [
+        *([SMALL] if not options.only or any(k in SMALL for k in options.only) else []),
+        *files(root, options.only),
+    ]
     for path in chosen:
         name = path.relative_to(root / "test" / "integration" / "nkilib").as_posix() if isinstance(path, Path) else path
         results[name] = run_file(path, options)
         row = summarise({name: results[name]})["files"][name]
-        print(f"{name:70} {row['cases']:5} cases  aws {row['aws']:5}  loose {row['loose']:5}  skipped {row['skipped']:4}  findings {row['findings']:4}  {row['seconds']:7.0f} s", flush=True)
+        print(
+            f"{name:70} {row['cases']:5} cases  aws {row['aws']:5}  loose {row['loose']:5}  skipped {row['skipped']:4}  findings {row['findings']:4}  {row['seconds']:7.0f} s",
+            flush=True,
+        )
     summary = summarise(results)
-    total = {k: sum(row[k] for row in summary["files"].values()) for k in ("cases", "aws", "loose", "skipped", "findings", "refusals_wanted")}
+    total = {
+        k: sum(row[k] for row in summary["files"].values())
+        for k in ("cases", "aws", "loose", "skipped", "findings", "refusals_wanted")
+    }
     print(f"total over {len(results)} files: {total}")
     for name, group in summary["groups"].items():
         print(f"{group['count']:5}  {name}   e.g. {group['first'][0]}")

@@ -3,12 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import pytest
-
 import nki_sim
 import nki_sim.isa as nisa
 import nki_sim.language as nl
+import numpy as np
+import pytest
 
 
 def run(

@@ -1,12 +1,11 @@
 """The contract: under LNC2 two cores share HBM, meet at barriers, exchange tiles, and a race is found whatever the values are."""
 
-import numpy as np
-import pytest
-from sim_harness import hbm, randn, refused, sb
-
 import nki_sim
 import nki_sim.isa as nisa
 import nki_sim.language as nl
+import numpy as np
+import pytest
+from sim_harness import hbm, randn, refused, sb
 
 
 def exchange(barrier):
@@ -38,7 +37,7 @@ def test_a_missing_barrier_is_a_race_even_where_the_values_agree(order):
         nki_sim.simulate(exchange(False)[2], order=order)(x)
     races = [f for f in findings if f.rule == "race"]
     assert races and "no core_barrier" in races[0].message and "test_sim_cores.py" in str(races[0].where)
-    with pytest.raises(nki_sim.NkiError, match="^race|^uninitialized"):
+    with pytest.raises(nki_sim.NkiError, match=r"^race|^uninitialized"):
         nki_sim.simulate(exchange(False)[2], order=order)(x)
 
 
@@ -58,9 +57,8 @@ def test_a_scatter_before_the_other_core_zeroed_is_a_race_and_orders_differ():
         nki_sim.NkiError, match=r"^race: dma_copy: core 1 writes what core 0 writes \(dma_copy at .*test_sim_cores"
     ):
         nki_sim.simulate(kernel)(x, index, np.ones((8, 6), np.float32))
-    with nki_sim.checks(record=["race"]) as findings:
-        with pytest.raises(nki_sim.NkiError, match="interleaving"):
-            nki_sim.simulate(kernel, order="all")(x, index, np.ones((8, 6), np.float32))
+    with nki_sim.checks(record=["race"]) as findings, pytest.raises(nki_sim.NkiError, match="interleaving"):
+        nki_sim.simulate(kernel, order="all")(x, index, np.ones((8, 6), np.float32))
     assert findings
 
 
@@ -138,3 +136,11 @@ def test_cores_must_allocate_the_same_shared_tensors():
 def test_a_grid_is_one_or_two_cores(grid):
     with pytest.raises(ValueError, match="1 or 2"):
         exchange(True)[grid]
+
+
+def test_every_order_compares_arguments_that_are_written_as_well():
+    def kernel(x):
+        nisa.dma_copy(x, nl.full((2, 4), float(nl.program_id(0)), "float32"))
+
+    with nki_sim.checks(record=["race"]), pytest.raises(nki_sim.NkiError, match="interleaving: array 0"):
+        nki_sim.simulate(nki_sim.jit(kernel)[2], order="all")(randn(2, 4))

@@ -2,16 +2,16 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import ml_dtypes
-import numpy as np
-import pytest
-from sim_harness import hbm, ps, randn, sb
-
 import nki_sim
 import nki_sim.isa as nisa
 import nki_sim.language as nl
+import numpy as np
+import pytest
 from nki_sim.cost import Model, cost
+from sim_harness import hbm, ps, randn, sb
 
 BF = {"dtype": "bfloat16"}
 M = Model()
@@ -117,7 +117,7 @@ def test_the_schedule_waits_for_data_for_buffers_and_for_the_engine():
     assert act.start == load.end and store.start >= act.end
     assert events[4].start >= act.end  # one Scalar Engine, in order
     loads = [e for e in events if e.cost.direction == "hbm->sbuf"]
-    assert all(b.start >= a.start + a.cost.ns for a, b in zip(loads, loads[1:], strict=False))
+    assert all(b.start >= a.start + a.cost.ns for a, b in pairwise(loads))
     single = nki_sim.report(pipeline, randn(512, 512), buffers=1)
     reuse = single.events
     assert reuse[3].start >= reuse[2].end  # the second load waits until the first tile was stored
@@ -166,11 +166,14 @@ def test_a_barrier_holds_the_faster_core():
         if nl.program_id(0):
             nisa.memset(sb(8, 9000), 0)
             nisa.memset(tile, 1)
+        nisa.memset(nl.ndarray((1, 4), "float32"), 0, engine=nisa.engine.gpsimd)
         nisa.dma_copy(shared[nl.program_id(0) : nl.program_id(0) + 1], tile)
         nisa.core_barrier(shared, (0, 1))
         nisa.dma_copy(sb(1, 4), shared[1 - nl.program_id(0) : 2 - nl.program_id(0)])
 
     events = nki_sim.report(nki_sim.jit(kernel)[2]).events
+    barriers = [e for e in events if e.instr.op == "core_barrier"]
+    assert barriers[0].start >= 9000 / 0.96 and barriers[1].start >= barriers[0].start
     last_write = max(e.end for e in events if e.cost.direction == "sbuf->hbm")
     reads = [e.start for e in events if e.cost.direction == "hbm->sbuf"]
     assert len(reads) == 2 and min(reads) >= last_write

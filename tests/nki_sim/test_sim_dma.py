@@ -1,13 +1,12 @@
 """The contract: DMA copies, gathers, scatters, accumulates and transposes as documented; what it cannot reach or hit is refused."""
 
 import ml_dtypes
-import numpy as np
-import pytest
-from sim_harness import hbm, ps, randn, refused, sb
-
 import nki_sim
 import nki_sim.isa as nisa
 import nki_sim.language as nl
+import numpy as np
+import pytest
+from sim_harness import hbm, ps, randn, refused, sb
 
 SKIP = nisa.oob_mode.skip
 
@@ -44,7 +43,7 @@ def test_a_gather_takes_rows_by_index_and_skips_those_outside_when_told():
     np.testing.assert_array_equal(gather(x, index, SKIP, before), want)
     index[2] = 20
     with pytest.raises(
-        nki_sim.NkiError, match=r"^out-of-bounds: dma_copy: index -1 of row 1 .*, as do 2 of 4 rows.*test_sim_dma.py"
+        nki_sim.NkiError, match=r"^out-of-bounds: dma_copy: index -1 of row 1 .*, as do 2 of 4.*test_sim_dma.py"
     ):
         gather(x, index)
     with pytest.raises(nki_sim.NkiError, match="uninitialized"):  # skipped rows hold nothing

@@ -1,12 +1,11 @@
 """The contract: device loops are recorded once and run as often as the device's own numbers say; Python sees none of these."""
 
-import numpy as np
-import pytest
-from sim_harness import hbm, randn, refused, sb
-
 import nki_sim
 import nki_sim.isa as nisa
 import nki_sim.language as nl
+import numpy as np
+import pytest
+from sim_harness import hbm, randn, refused, sb
 
 
 def add_rows(style):

@@ -1,12 +1,11 @@
 """The contract: capacity, overlapping addresses and memory that nothing wrote are found, with the line that reads it."""
 
-import numpy as np
-import pytest
-from sim_harness import hbm, ps, refused, sb
-
 import nki_sim
 import nki_sim.isa as nisa
 import nki_sim.language as nl
+import numpy as np
+import pytest
+from sim_harness import hbm, ps, refused, sb
 
 KIB = 1024
 
@@ -20,38 +19,48 @@ def usage(body):
 
 def test_high_water_is_what_lives_at_once():
     def body():
-        kept = sb(8, 10 * KIB)
+        kept = sb(128, 10 * KIB)
         for _ in range(4):
-            scratch = sb(8, 5 * KIB)
+            scratch = sb(128, 5 * KIB)
             nisa.tensor_copy(scratch, kept[:, 0 : 5 * KIB])
-        nisa.tensor_copy(ps(8, 512), kept[:, 0:512])
+        nisa.tensor_copy(ps(128, 512), kept[:, 0:512])
 
     assert usage(body) == (4 * 15 * KIB, 2048)
 
 
 def test_a_loop_needs_its_own_tensors_beside_those_from_outside():
     def body():
-        kept = sb(8, 1000)
-        nl.fori_loop(0, 3, lambda i: nisa.tensor_copy(sb(8, 1000), kept) and None)
+        kept = sb(128, 1000)
+        nl.fori_loop(0, 3, lambda i: nisa.tensor_copy(sb(128, 1000), kept) and None)
 
     assert usage(body).sbuf == 8000
 
 
 def test_more_than_sbuf_or_psum_is_refused_with_the_biggest_tensors():
     def sbuf():
-        tiles = [sb(8, 20 * KIB) for _ in range(3)]
+        tiles = [sb(128, 20 * KIB) for _ in range(3)]
         nisa.tensor_tensor(tiles[0], tiles[1], tiles[2], nl.add)
 
     message = refused("capacity", sbuf)
     assert "245760" in message and "212464" in message and "81920 B sbuf" in message
 
     def psum():
-        tiles = [ps(8, 512) for _ in range(9)]
+        tiles = [ps(128, 512) for _ in range(9)]
         for t in tiles + tiles:
             nisa.memset(t, 0)
 
     refused("capacity", psum)
-    refused("capacity", lambda: ps(8, 4097))
+    refused("capacity", lambda: ps(128, 4097))
+
+
+def test_tensors_of_few_partitions_may_stand_side_by_side():
+    def body(n, count):
+        tiles = [sb(n, 40 * KIB) for _ in range(count)]  # 160 KiB per partition each
+        for t in tiles:
+            nisa.memset(t, 0)
+
+    assert usage(lambda: body(64, 2)).sbuf == usage(lambda: body(32, 4)).sbuf == 160 * KIB
+    refused("capacity", lambda: body(65, 2))
 
 
 def place(byte, part=0, size=64, n=8):
@@ -111,7 +120,7 @@ def test_outputs_must_be_written_everywhere_and_live_in_shared_hbm():
         nisa.dma_copy(out[0:7], sb(7, 4))
         return out
 
-    with pytest.raises(nki_sim.NkiError, match="unwritten-output: 4 of 32 elements.*test_sim_memory"):
+    with pytest.raises(nki_sim.NkiError, match=r"unwritten-output: 4 of 32 elements.*test_sim_memory"):
         nki_sim.simulate(kernel)(nl.shared_hbm)
     with pytest.raises(nki_sim.NkiError, match="output: the kernel returns private_hbm"):
         nki_sim.simulate(kernel)(nl.private_hbm)

@@ -3,12 +3,11 @@
 from math import erf, pi
 
 import ml_dtypes
+import nki_sim.isa as nisa
+import nki_sim.language as nl
 import numpy as np
 import pytest
 from sim_harness import hbm, ps, randn, refused, run, sb
-
-import nki_sim.isa as nisa
-import nki_sim.language as nl
 
 P, N = 16, 40
 SIGMOID = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731

@@ -1,13 +1,12 @@
 """The contract: nc_matmul and nc_transpose compute what NKI documents, accumulate as PSUM does, and refuse what trn2 cannot do."""
 
 import ml_dtypes
-import numpy as np
-import pytest
-from sim_harness import hbm, ps, randn, refused, sb
-
 import nki_sim
 import nki_sim.isa as nisa
 import nki_sim.language as nl
+import numpy as np
+import pytest
+from sim_harness import hbm, ps, randn, refused, sb
 
 BF16 = ml_dtypes.bfloat16
 
@@ -147,6 +146,6 @@ def test_adding_to_psum_that_no_matmul_wrote_is_refused():
 def test_an_undecidable_accumulation_in_a_device_loop_is_refused():
     def body():
         acc = ps(8, 16)
-        nl.fori_loop(0, 2, lambda i: None if small(dst=acc) else None)
+        nl.fori_loop(0, 2, lambda i: small(dst=acc))
 
     assert "compile time" in refused("accumulate", body)

@@ -1,16 +1,15 @@
 """The contract: a view addresses what numpy's view of the same name addresses, and what a view cannot express is refused."""
 
+import nki_sim
+import nki_sim.isa as nisa
+import nki_sim.language as nl
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sim_harness import hbm, randn, refused, sb
-
-import nki_sim
-import nki_sim.isa as nisa
-import nki_sim.language as nl
 from nki_sim.dtypes import DType
 from nki_sim.tensor import MemoryRegion, Storage, whole
+from sim_harness import hbm, randn, refused, sb
 
 
 def tensor(*shape, dtype="float32", buffer=MemoryRegion.private_hbm):

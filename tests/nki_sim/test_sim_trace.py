@@ -1,14 +1,13 @@
 """The contract: a program comes from shapes, dtypes and compile-time arguments alone, its hash is its identity, and running it
 is running the kernel."""
 
-import numpy as np
-import pytest
-from sim_harness import hbm, randn
-
 import nki_sim
 import nki_sim.isa as nisa
 import nki_sim.language as nl
+import numpy as np
+import pytest
 from nki_sim import Spec
+from sim_harness import hbm, randn
 
 
 def scaled(x, scale=2.0, passes=1):
@@ -79,7 +78,8 @@ def test_a_program_refuses_arguments_it_was_not_specialised_for():
 
 def test_values_cannot_be_read_while_tracing():
     def kernel(x):
-        return x if float(x[0, 0]) > 0 else x
+        if float(x[0, 0]) > 0:
+            return x
 
     with pytest.raises(TypeError):
         nki_sim.trace(kernel, (randn(8, 4),))
@@ -89,9 +89,9 @@ def test_kernels_take_what_nkis_front_ends_take():
     def only(x, *, flag=1):
         return x
 
-    with pytest.raises(nki_sim.NkiError, match="signature.*keyword-only"):
+    with pytest.raises(nki_sim.NkiError, match=r"signature.*keyword-only"):
         nki_sim.trace(only, (randn(8, 4),))
-    with pytest.raises(nki_sim.NkiError, match="signature.*tuples"):
+    with pytest.raises(nki_sim.NkiError, match=r"signature.*tuples"):
         nki_sim.trace(lambda xs: xs[0], ([randn(8, 4)],))
 
 

@@ -11,23 +11,5 @@ from nki_sim.install import install, uninstall
 from nki_sim.kernel import Kernel, Program, Run, Spec, jit, run, simulate, trace
 from nki_sim.report import Report, report
 
-__all__ = [
-    "Finding",
-    "Kernel",
-    "Model",
-    "NkiError",
-    "Program",
-    "Report",
-    "Run",
-    "Spec",
-    "checks",
-    "install",
-    "isa",
-    "jit",
-    "language",
-    "report",
-    "run",
-    "simulate",
-    "trace",
-    "uninstall",
-]
+__all__ = ["Finding", "Kernel", "Model", "NkiError", "Program", "Report", "Run", "Spec", "checks", "install", "isa"]
+__all__ += ["jit", "language", "report", "run", "simulate", "trace", "uninstall"]

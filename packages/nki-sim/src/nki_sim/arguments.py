@@ -10,8 +10,6 @@ import numpy as np
 from nki_sim.dtypes import DType, as_dtype
 from nki_sim.tensor import NkiTensor
 
-__all__ = ["describe", "flatten", "is_torch", "store_back", "to_bytes", "to_torch", "walk"]
-
 
 def is_array(value: Any) -> bool:
     """Whether an argument becomes a tensor: it has a shape and a dtype."""
@@ -29,7 +27,7 @@ def walk(value: Any, replace: Callable[[Any], Any]) -> Any:
     if is_array(value):
         return replace(value)
     if isinstance(value, inspect.BoundArguments):
-        return inspect.BoundArguments(value.signature, {k: walk(v, replace) for k, v in value.arguments.items()})  # type: ignore[arg-type]
+        return inspect.BoundArguments(value.signature, {k: walk(v, replace) for k, v in value.arguments.items()})
     if type(value) in (list, tuple):
         return type(value)(walk(v, replace) for v in value)
     if isinstance(value, dict):
@@ -44,11 +42,8 @@ def walk(value: Any, replace: Callable[[Any], Any]) -> Any:
 
 def flatten(value: Any) -> list[Any]:
     """The leaves of nested tuples, lists and dicts."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    return (
-        [x for v in value for x in flatten(v)] if isinstance(value, (list, tuple)) else [] if value is None else [value]
-    )
+    value = list(value.values()) if isinstance(value, dict) else [] if value is None else value
+    return [x for v in value for x in flatten(v)] if isinstance(value, (list, tuple)) else [value]
 
 
 def describe(bound: inspect.BoundArguments) -> str:

@@ -5,8 +5,6 @@ import numpy as np
 
 from nki_sim.errors import unsupported
 
-__all__ = ["FLOATS", "INTS", "NUMPY", "DType", "as_dtype", "cast", "f32"]
-
 
 class DType(str):
     """An NKI dtype: a string such as "bfloat16", as in the real package; call it to convert a Python number."""
@@ -24,9 +22,7 @@ class DType(str):
 
 FLOATS = ("float32", "bfloat16", "float16", "float8_e4m3", "float8_e5m2", "float8_e4m3fn")
 INTS = ("int32", "uint32", "int16", "uint16", "int8", "uint8")
-NUMPY = {
-    name: np.dtype(getattr(ml_dtypes, name) if hasattr(ml_dtypes, name) else name) for name in (*FLOATS, *INTS, "bool")
-}
+NUMPY = {name: np.dtype(getattr(ml_dtypes, name, name)) for name in (*FLOATS, *INTS, "bool")}
 # Known by name only: the first packs for Trn3's MX instructions, the second is a matmul input mode.
 UNSUPPORTED = ("float8_e5m2_x4", "float8_e4m3fn_x4", "float4_e2m1fn_x4", "float8_e8m0fnu", "tfloat32")
 

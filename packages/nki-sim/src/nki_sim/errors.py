@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-__all__ = ["Finding", "NkiError", "Where", "checks", "kernel_line", "need", "refuse", "unsupported"]
-
 _INSIDE = (str(Path(__file__).parent), contextlib.__file__)
 compat: str | None = None  # "0.3" while install(compat="0.3") is in force: what that release accepted is not refused
 
@@ -39,8 +37,13 @@ class NkiError(ValueError):
         super().__init__(f"{rule}: {message}" + (f" [{where}]" if where else ""))
 
 
+class NotModelled(NotImplementedError, AttributeError):
+    """A name that NKI may know and this simulator does not; hasattr() answers no."""
+
+
 # What is being traced or executed now, innermost last: the instruction's name, and its line when it executes.
 doing: list[tuple[str, Where | None]] = []
+
 _recorded: list[tuple[frozenset[str], list[Finding]]] = [(frozenset(), [])]
 
 
@@ -69,15 +72,15 @@ def refuse(rule: str, message: str, where: Where | None = None) -> None:
         findings.append(finding)
 
 
-def need(holds: object, rule: str, message: str) -> None:
-    """Refuse under `rule` unless it holds."""
+def need(holds: object, rule: str, message: str, *values: object) -> None:
+    """Refuse under `rule` unless it holds; values are put into the message only then."""
     if not holds:
-        refuse(rule, message)
+        refuse(rule, message.format(*values))
 
 
 def unsupported(name: str, why: str) -> NoReturn:
     """What this simulator does not model is an error with its name, never a guess."""
-    raise NotImplementedError(f"{name}: {why} [{kernel_line()}]")
+    raise NotModelled(f"{name}: {why} [{kernel_line()}]")
 
 
 def kernel_line() -> Where | None:

@@ -10,8 +10,6 @@ from nki_sim.constants import dge_mode, dma_engine, engine, matmul_perf_mode, nc
 from nki_sim.dtypes import NUMPY, UNSUPPORTED, DType
 from nki_sim.errors import unsupported
 
-__all__ = ["install", "uninstall"]
-
 _replaced: dict[str, ModuleType | None] = {}
 _attributes: list[tuple[ModuleType, str]] = []  # names given to modules that live on
 
@@ -25,9 +23,7 @@ def install(compat: str | None = None) -> None:
     if compat not in (None, "0.3"):
         raise ValueError(f"compat={compat!r}: None or '0.3'")
     if sys.modules.get("nki.isa") is not isa and _real_nki():
-        raise RuntimeError(
-            "a real nki.isa can be imported here; use it, or nki_sim by its own name. An alias would hide AWS's package"
-        )
+        raise RuntimeError("a real nki.isa can be imported here, which an alias would hide; use nki_sim itself")
     uninstall()
     top = _module("nki", jit=kernel.jit, simulate=kernel.simulate, language=language, isa=isa)
     top.__path__ = []
@@ -68,36 +64,21 @@ def _real_nki() -> bool:
 
 def _of_03(top: ModuleType) -> dict[str, ModuleType]:
     enums = (dge_mode, dma_engine, engine, matmul_perf_mode, nc_version, oob_mode, reduce_cmd)
-    names: dict[str, Any] = {n: DType(n) for n in (*NUMPY, *UNSUPPORTED)}
-    constants = _module("nki.isa.constants", **{e.__name__: e for e in enums})
-    typing = _module("nki.typing", mutable_tensor=Any, tensor=_Subscriptable())
-    collectives = _module("nki.collectives", ReplicaGroup=_ReplicaGroup)
-    collectives.__getattr__ = _no_collective  # type: ignore[method-assign]
+    typing = {"mutable_tensor": Any, "tensor": list}  # annotations only; list can be subscripted
     top.cpu_simulate = kernel.jit  # type: ignore[attr-defined]  # cpu_simulate(kernel)[cores](...)
-    neuronxcc = _module("neuronxcc", __path__=[])
-    old = _module("neuronxcc.nki", __path__=[], typing=typing)
-    return {
-        "nki.isa.constants": constants,
-        "nki.dtype": _module("nki.dtype", **names, bool_=DType("bool")),
+    content: dict[str, dict[str, Any]] = {
+        "nki.isa.constants": {e.__name__: e for e in enums},
+        "nki.dtype": {n: DType(n) for n in (*NUMPY, *UNSUPPORTED)} | {"bool_": DType("bool")},
         "nki.typing": typing,
-        "nki.collectives": collectives,
-        "neuronxcc": neuronxcc,
-        "neuronxcc.nki": old,
+        "nki.collectives": {"__getattr__": _collective},
+        "neuronxcc": {"__path__": []},
+        "neuronxcc.nki": {"__path__": []},
         "neuronxcc.nki.typing": typing,
     }
+    return {name: _module(name, **names) for name, names in content.items()}
 
 
-class _ReplicaGroup:
-    def __init__(self, *_: Any, **__: Any) -> None:
-        unsupported("nki.collectives.ReplicaGroup", "collectives between devices are not modelled")
-
-
-class _Subscriptable:
-    def __getitem__(self, _: Any) -> Any:
-        return Any
-
-
-def _no_collective(name: str) -> Any:
+def _collective(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
     return lambda *_, **__: unsupported(f"nki.collectives.{name}", "collectives between devices are not modelled")

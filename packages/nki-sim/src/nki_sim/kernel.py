@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import hashlib
+import importlib
 import inspect
 import os
 from collections.abc import Callable, Sequence
@@ -16,15 +18,13 @@ from nki_sim.dtypes import as_dtype
 from nki_sim.errors import Where, refuse
 from nki_sim.machine import ORDERS, Machine, holes
 from nki_sim.memory import Usage, plan
-from nki_sim.program import CoreProgram, Instr, Tracer, active, digest, tracing
+from nki_sim.program import CoreProgram, Instr, Tracer, active, tracing
 from nki_sim.tensor import MemoryRegion, NkiTensor
 
 if TYPE_CHECKING:
     from nki_sim.schedule import Recorder
 
-__all__ = ["Kernel", "Program", "Run", "Spec", "jit", "run", "simulate", "trace"]
-
-TARGETS = {"": "trn2", "trn2": "trn2", "gen3": "trn2"}
+TARGETS = ("trn2", "gen3")
 
 
 class Spec(NamedTuple):
@@ -38,7 +38,7 @@ class Kernel:
     """A kernel and its grid: k[2] runs on both cores of a logical NeuronCore (LNC2). Calling it simulates."""
 
     def __init__(self, function: Callable[..., Any], cores: int = 1) -> None:
-        self.function, self.cores = function, cores
+        self.function, self.cores, self.__name__ = function, cores, getattr(function, "__name__", "kernel")
         functools.update_wrapper(self, function)
 
     def __getitem__(self, grid: Any) -> "Kernel":
@@ -79,13 +79,18 @@ class Run(NamedTuple):
 
 @dataclass
 class Program:
-    """A specialised kernel: the instructions of each core, memory use, and `hash`, the identity of the compiled program."""
+    """A specialised kernel: the instructions of each core, and what they need of SBUF and PSUM."""
 
     kernel: Kernel
     cores: list[CoreProgram]
     usage: Usage
     signature: str
-    hash: str
+
+    @functools.cached_property
+    def hash(self) -> str:
+        """The identity of the compiled program: equal for equal instructions, constants and tensors on every core."""
+        text = "\n".join(line for core in self.cores for line in core.lines())
+        return hashlib.sha256(f"{TARGETS[0]}\n{text}".encode()).hexdigest()
 
     @property
     def instructions(self) -> list[Instr]:
@@ -128,15 +133,18 @@ class Program:
         return Run(_outputs(self.cores[0].result, machine, any(map(is_torch, arrays))), self)
 
     def _every_order(self, args: tuple, kwargs: dict[str, Any]) -> Run:
-        runs = [self.execute(*copy.deepcopy((args, kwargs)), order) for order in ORDERS[1:]]
-        runs.append(self.execute(args, kwargs, ORDERS[0]))
-        results = [[to_bytes(x, False) for x in flatten(r.outputs)] for r in runs]
-        for order, other in zip(ORDERS[1:], results[:-1], strict=True):
+        results: list[list[np.ndarray]] = []
+        for order in reversed(ORDERS):  # the last one, core0, on the caller's own arrays
+            given = (args, kwargs) if order == ORDERS[0] else copy.deepcopy((args, kwargs))
+            run = self.execute(*given, order)
+            results.append([])
+            walk([flatten(run.outputs), self.kernel.bind(*given)], lambda a: results[-1].append(to_bytes(a, True)))
+        for other, order in zip(results[:-1], reversed(ORDERS), strict=False):
             same = [bool((x == y).all()) for x, y in zip(results[-1], other, strict=True)]
             if not all(same):
-                found = f"output {same.index(False)} depends on which core is faster ({ORDERS[0]} against {order})"
+                found = f"array {same.index(False)} depends on which core is faster ({ORDERS[0]} against {order})"
                 refuse("interleaving", f"{found}; separate the cores' accesses with core_barrier", self.kernel.where)
-        return runs[-1]
+        return run
 
 
 def jit(fn: Callable[..., Any] | None = None, **_: Any) -> Any:
@@ -151,7 +159,7 @@ def simulate(kernel: Any, *, backend: str = "sim", order: str = "core0") -> Call
     "alternate", or "all", which runs every order and refuses results that differ.
     """
     if backend == "nki":
-        return _aws_simulate()(kernel.function if isinstance(kernel, Kernel) else kernel)  # type: ignore[no-any-return]
+        return _aws_simulate()(kernel.function if isinstance(kernel, Kernel) else kernel)
     if backend != "sim":
         raise ValueError(f"backend {backend!r}: 'sim' (this package) or 'nki' (AWS's simulator)")
     return lambda *args, **kwargs: specialise(kernel, args, kwargs).execute(args, kwargs, order).outputs
@@ -173,7 +181,7 @@ def trace(kernel: Any, specs: Sequence[Any] | dict[str, Any] = (), **compile_tim
 def specialise(kernel: Any, args: tuple, kwargs: dict[str, Any]) -> Program:
     """Trace a kernel once for each core."""
     kernel = jit(kernel)
-    wanted = os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE", "")
+    wanted = os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE") or TARGETS[0]
     if wanted not in TARGETS:
         raise NotImplementedError(f"target: NEURON_PLATFORM_TARGET_OVERRIDE={wanted}; this simulator models trn2 only")
     bound = kernel.bind(args, kwargs)
@@ -181,10 +189,8 @@ def specialise(kernel: Any, args: tuple, kwargs: dict[str, Any]) -> Program:
     _share(cores)
     for view in flatten(cores[0].result):
         if isinstance(view, NkiTensor) and view.buffer is not MemoryRegion.shared_hbm:
-            refuse(
-                "output", f"the kernel returns {view.storage}; allocate outputs with buffer=nl.shared_hbm", kernel.where
-            )
-    return Program(kernel, cores, plan(cores), describe(bound), digest(cores, TARGETS[wanted]))
+            refuse("output", f"the kernel returns {view.storage}; outputs are nl.shared_hbm", kernel.where)
+    return Program(kernel, cores, plan(cores), describe(bound))
 
 
 def _trace_core(kernel: Kernel, bound: inspect.BoundArguments, core: int) -> CoreProgram:
@@ -208,9 +214,7 @@ def _share(cores: list[CoreProgram]) -> None:
     for key, a in first.items():
         for b in (other[key] for other in others if key in other):
             if (a.shape, a.dtype) != (b.shape, b.dtype):
-                refuse(
-                    "divergence", f"core 0 allocates {a} where core 1 allocates {b}; both must make the same tensors"
-                )
+                refuse("divergence", f"core 0 allocates {a} where core 1 allocates {b}; they must agree")
             a.unit = b.unit = min(a.unit, b.unit)
 
 
@@ -232,12 +236,10 @@ def _outputs(result: Any, machine: Machine, torch: bool) -> Any:
 
 def _aws_simulate() -> Callable[..., Any]:
     try:
-        import nki.isa  # noqa: F401
-        from nki import simulate as theirs
-    except ImportError:
+        importlib.import_module("nki.isa")
+        theirs = importlib.import_module("nki").simulate
+    except (ImportError, AttributeError):
         raise ModuleNotFoundError("backend='nki' needs AWS's nki package; the one on PyPI is a placeholder") from None
     if theirs is simulate:
-        raise ModuleNotFoundError(
-            "backend='nki': `nki` is this simulator here (nki_sim.install); AWS's is not installed"
-        )
-    return theirs  # type: ignore[no-any-return]
+        raise ModuleNotFoundError("backend='nki': `nki` is this simulator here; AWS's is not installed")
+    return theirs

@@ -47,26 +47,6 @@ class tile_size:
     sbuf_size_bytes = limits.PARTITIONS * limits.SBUF_BYTES
 
 
-def is_hbm(buffer: MemoryRegion) -> bool:
-    """Whether a buffer is in HBM."""
-    return not buffer.on_chip
-
-
-def is_on_chip(buffer: MemoryRegion) -> bool:
-    """Whether a buffer is SBUF or PSUM."""
-    return buffer.on_chip
-
-
-def is_psum(buffer: MemoryRegion) -> bool:
-    """Whether a buffer is PSUM."""
-    return buffer is psum
-
-
-def is_sbuf(buffer: MemoryRegion) -> bool:
-    """Whether a buffer is SBUF."""
-    return buffer is sbuf
-
-
 def ndarray(shape: Any, dtype: Any, buffer: MemoryRegion = sbuf, name: str = "", address: Any = None) -> NkiTensor:
     """A new tensor, nothing written in it. On chip dimension 0 is the partition; `address` is (partition, byte)."""
     sizes = tuple(int(n) for n in (shape if isinstance(shape, (tuple, list)) else (shape,)))
@@ -76,10 +56,7 @@ def ndarray(shape: Any, dtype: Any, buffer: MemoryRegion = sbuf, name: str = "",
     if not sizes or min(sizes) < 1:
         raise ValueError(f"shape: {what} is empty; every dimension is at least 1")
     if buffer.on_chip and len(sizes) < 2:
-        refuse(
-            "shape",
-            f"{what}: an on-chip tensor has a partition and a free dimension; use ({sizes[0]}, 1) or (1, {sizes[0]})",
-        )
+        refuse("shape", f"{what}: on chip there is a free dimension as well; use (n, 1) or (1, n)")
     if buffer.on_chip and sizes[0] > limits.PARTITIONS:
         refuse("partitions", f"{what}: {sizes[0]} partitions of {limits.PARTITIONS}; split dimension 0 into tiles")
     if address is not None and not buffer.on_chip:
@@ -101,11 +78,6 @@ def full(shape: Any, fill_value: float, dtype: Any, buffer: MemoryRegion = sbuf,
 def zeros(shape: Any, dtype: Any, buffer: MemoryRegion = sbuf, name: str = "") -> NkiTensor:
     """A new tensor of zeros."""
     return full(shape, 0, dtype, buffer, name)
-
-
-def ones(shape: Any, dtype: Any, buffer: MemoryRegion = sbuf, name: str = "") -> NkiTensor:
-    """A new tensor of ones."""
-    return full(shape, 1, dtype, buffer, name)
 
 
 def load(src: NkiTensor, dtype: Any = None) -> NkiTensor:
@@ -157,11 +129,10 @@ def _bounds(lower: Any, upper: Any, step: Any) -> None:
     if not isinstance(step, int) or step < 1:
         refuse("loop", f"the step of a device loop is a positive compile-time integer; got {step!r}")
     if not all(isinstance(b, (int, VirtualRegister)) for b in (lower, upper)):
-        found = f"got {lower!r} and {upper!r}"
-        raise TypeError(f"loop bounds are integers or registers (nisa.register_load puts a value in one); {found}")
+        raise TypeError(f"loop bounds are integers or registers (nisa.register_load); got {lower!r}, {upper!r}")
 
 
-def fori_loop(lower: Any, upper: Any, body_fun: Callable[[VirtualRegister], None], step: int = 1) -> None:
+def fori_loop(lower: Any, upper: Any, body_fun: Callable[[VirtualRegister], Any], step: int = 1) -> None:
     """A loop on the device: body_fun(i) is traced once, with the counter in a register."""
     _bounds(lower, upper, step)
     with tracer().loop(lower=lower, upper=upper, step=step) as loop:

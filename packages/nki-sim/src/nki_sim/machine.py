@@ -17,8 +17,6 @@ from nki_sim.tensor import MemoryRegion, NkiTensor, Storage, VirtualRegister
 if TYPE_CHECKING:
     from nki_sim.schedule import Recorder
 
-__all__ = ["MEETINGS", "ORDERS", "Cell", "Machine", "Rows"]
-
 ORDERS = ("core0", "core1", "alternate")
 MEETINGS = ("core_barrier", "sendrecv")
 _LOOP_LIMIT = 10_000_000  # passes of a while_loop before it counts as endless
@@ -26,18 +24,11 @@ Array = np.ndarray
 
 
 class Rows(NamedTuple):
-    """Element addresses [rows, elements] of a gather or scatter, and which rows are inside [rows, 1]."""
+    """Element addresses [rows, elements] of a gather or scatter, which rows are inside, and the addresses of those."""
 
     address: Array
     valid: Array
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.address.shape
-
-    @property
-    def inside(self) -> Array:
-        return self.address[self.valid[:, 0]]
+    inside: Array
 
 
 class Cell:
@@ -46,9 +37,8 @@ class Cell:
     def __init__(self, storage: Storage, data: Array | None) -> None:
         self.storage, self.unit = storage, storage.unit
         units = storage.nbytes // self.unit
-        self.data = (
-            np.full(storage.nbytes, 0xFF, np.uint8) if data is None else data
-        )  # 0xFF: NaN, or an index far outside
+        empty = np.full(0 if data is not None else storage.nbytes, 0xFF, np.uint8)  # NaN, or an index far outside
+        self.data = empty if data is None else data
         self.written = np.zeros(units, bool) if data is None else None
         self.base = np.zeros(units, bool) if storage.buffer is MemoryRegion.psum else None  # where matmuls wrote
         self.clobbered: tuple[Storage, Where | None] | None = None
@@ -57,7 +47,7 @@ class Cell:
         """The values of a view."""
         dtype = NUMPY[view.dtype]
         strides = [s * dtype.itemsize for s in view.strides]
-        return np.ndarray(view.shape, dtype, self.data, offset * dtype.itemsize, strides)  # type: ignore[call-overload,no-any-return]
+        return np.ndarray(view.shape, dtype, self.data, offset * dtype.itemsize, strides)
 
     def over(self, marks: Array, view: NkiTensor, offset: int) -> Array:
         """The part of per-unit `marks` that a view covers."""
@@ -65,7 +55,7 @@ class Cell:
         shape, strides = view.shape, view.strides
         if many > 1:
             shape, strides = (*shape, many), (*(s * many for s in strides), 1)
-        return np.ndarray(shape, marks.dtype, marks, offset * many, strides)  # type: ignore[call-overload,no-any-return]
+        return np.ndarray(shape, marks.dtype, marks, offset * many, strides)
 
     def line(self, view: NkiTensor, marks: Array | None = None) -> Array:
         """All elements of the storage in a row, in the view's dtype; or the units of `marks` of each."""
@@ -76,8 +66,10 @@ class Cell:
         """Another tensor overwrote bytes [first, last) of these partitions."""
         if self.written is None:
             self.written = np.ones(self.storage.nbytes // self.unit, bool)
-        rows = self.written.reshape(-1, self.storage.pitch // self.unit)
-        rows[partitions, first // self.unit : -(-last // self.unit)] = False
+        for marks in (self.written, self.base):
+            if marks is not None:
+                rows = marks.reshape(-1, self.storage.pitch // self.unit)
+                rows[partitions, first // self.unit : -(-last // self.unit)] = False
         self.data.reshape(-1, self.storage.pitch)[partitions, first:last] = 0xFF
         self.clobbered = (by, where)
 
@@ -141,21 +133,18 @@ class Machine:
         cell = self.cell(view.storage)
         if cell.written is not None:
             self._need_written(cell, view, cell.over(cell.written, view, offset))
-        if view.storage.key in self.contended:
-            self._watch(view, offset, offset + view.extent(), False)
+        self._watch(view, offset, offset + view.extent(), False)
         return cell.array(view, offset)
 
     def _need_written(self, cell: Cell, view: NkiTensor, part: Array) -> None:
         if part.all():
             return
-        amount = holes(part, view)
+        amount, at = holes(part, view), f"reads {view} of {view.storage}"
         if cell.clobbered:
             by, where = cell.clobbered
-            fix = "Separate their addresses, or finish with one before writing the other"
-            refuse("overlap", f"reads {view.storage}: {amount} overwritten through {by} at {where}. {fix}")
+            refuse("overlap", f"{at}: {amount} overwritten through {by} at {where}. Give them separate addresses")
         else:
-            fix = "Write it first (nisa.memset, or a DMA that covers it)"
-            refuse("uninitialized", f"reads {view} of {view.storage}: {amount} never written. {fix}")
+            refuse("uninitialized", f"{at}: {amount} never written. Write it first, with nisa.memset or a DMA")
 
     def write(self, view: NkiTensor, values: Array, matmul: bool = False) -> None:
         """Store values, converted to the view's dtype."""
@@ -176,15 +165,11 @@ class Machine:
             if chosen is None and part.size == cell.written.size:
                 cell.written = None
             else:
-                np.copyto(
-                    part,
-                    True,
-                    where=True if chosen is None else chosen.reshape(*view.shape, *(1,) * (part.ndim - view.ndim)),
-                )
+                ones = (1,) * (part.ndim - view.ndim)
+                np.copyto(part, True, where=True if chosen is None else chosen.reshape(*view.shape, *ones))
         if storage.aliases:
             self._clobber(storage, view, offset)
-        if storage.key in self.contended:
-            self._watch(view, offset, offset + view.extent(), True)
+        self._watch(view, offset, offset + view.extent(), True)
 
     def _clobber(self, storage: Storage, view: NkiTensor, offset: int) -> None:
         assert storage.address is not None
@@ -211,47 +196,40 @@ class Machine:
         valid = (start >= 0) & (start + inner.max() < view.storage.nbytes // view.dtype.itemsize)
         if not skip and not valid.all():
             bad = int(np.argmin(valid))
-            found = (
-                f"index {index[bad]} of row {bad} leaves {view.storage}, as do {np.sum(~valid)} of {len(valid)} rows"
-            )
+            found = f"index {index[bad]} of row {bad} leaves {view.storage}, as do {np.sum(~valid)} of {len(valid)}"
             refuse("out-of-bounds", f"{found}; clamp the indices or use oob_mode.skip")
-        return Rows(start[:, None] + inner, valid[:, None])
+        address = start[:, None] + inner
+        return Rows(address, valid, address[valid])
 
     def gather(self, view: NkiTensor, rows: Rows) -> Array:
         """Values [rows, elements]; zeros in the rows that are outside."""
         cell = self.cell(view.storage)
         if cell.written is not None:
             self._need_written(cell, view, cell.line(view, cell.written)[rows.inside])
-        self._watch_rows(cell, view, rows, False)
-        values = np.zeros(rows.shape, NUMPY[view.dtype])
-        values[rows.valid[:, 0]] = cell.line(view)[rows.inside]
+        self._watch(view, 0, view.storage.nbytes, False, rows.inside)
+        values = np.zeros(rows.address.shape, NUMPY[view.dtype])
+        values[rows.valid] = cell.line(view)[rows.inside]
         return values
 
     def scatter(self, view: NkiTensor, rows: Rows, values: Array) -> None:
         """Store the rows that are inside."""
         cell = self.cell(view.storage)
-        cell.line(view)[rows.inside] = cast(values.reshape(rows.shape)[rows.valid[:, 0]], NUMPY[view.dtype])
+        cell.line(view)[rows.inside] = cast(values.reshape(rows.address.shape)[rows.valid], NUMPY[view.dtype])
         if cell.written is not None:
             cell.line(view, cell.written)[rows.inside] = True
-        self._watch_rows(cell, view, rows, True)
+        self._watch(view, 0, view.storage.nbytes, True, rows.inside)
 
     # -- races --------------------------------------------------------------------------------------------------------
-    def _shadow(self, cell: Cell) -> tuple[Array, list[Any]]:
-        new = (np.zeros(cell.storage.nbytes // cell.unit, np.uint8), [])
-        return self.shadows.setdefault(cell.storage.key, new)
-
-    def _watch_rows(self, cell: Cell, view: NkiTensor, rows: Rows, write: bool) -> None:
-        if view.storage.key in self.contended and rows.inside.size:
-            marks = cell.line(view, self._shadow(cell)[0])
-            part = marks[rows.inside]
-            self._watch(view, int(rows.inside.min()), int(rows.inside.max()), write, part)
-            marks[rows.inside] = part
-
-    def _watch(self, view: NkiTensor, first: int, last: int, write: bool, part: Array | None = None) -> None:
-        """Bits of a mark: 1, 2 read by core 0, 1; 4, 8 written by core 0, 1, since the cores last met."""
+    def _watch(self, view: NkiTensor, first: int, last: int, write: bool, inside: Array | None = None) -> None:
+        """Note an access to shared memory, to elements first..last or the chosen ones. Bits of a mark: 1, 2 read by core 0,
+        1; 4, 8 written by core 0, 1, since the cores last met."""
+        if view.storage.key not in self.contended:
+            return
         cell = self.cell(view.storage)
-        marks, log = self._shadow(cell)
-        part = cell.over(marks, view, first) if part is None else part
+        new: tuple[Array, list[Any]] = (np.zeros(cell.storage.nbytes // cell.unit, np.uint8), [])
+        marks, log = self.shadows.setdefault(view.storage.key, new)
+        line = cell.over(marks, view, first) if inside is None else cell.line(view, marks)
+        part = line if inside is None else line[inside]
         me, other, size = self.core, 1 - self.core, view.dtype.itemsize
         if (part & ((4 << other) | (1 << other if write else 0))).any():
             for core, wrote, seen, low, high in log:
@@ -261,6 +239,8 @@ class Machine:
                     refuse("race", f"{found} in {view.storage}, with no core_barrier between")
                     break
         part |= np.uint8((4 if write else 1) << me)
+        if inside is not None:
+            line[inside] = part
         log.append((me, write, self.instr, first * size, last * size))
 
     # -- running ------------------------------------------------------------------------------------------------------

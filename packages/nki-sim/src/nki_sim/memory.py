@@ -1,18 +1,16 @@
 """Where on-chip tensors live: capacity and high-water marks from lifetimes, and which explicit addresses overlap.
 
-A tensor without an address occupies its bytes in every partition from its first use to its last; inside a dynamic loop it
-lives for a pass, and one from outside lives through the loop. How the compiler packs is its own affair: the sum of what is
-live at once is what any packing needs.
+A tensor without an address occupies its bytes from its first use to its last; inside a dynamic loop it lives for a pass,
+and one from outside lives through the loop. How the compiler packs is its own affair: the sum of what is live at once is what
+any packing needs, where tensors of up to 32 or 64 partitions take a quarter or half of them (they may stand side by side).
 """
 
 from typing import NamedTuple
 
 from nki_sim.errors import refuse
-from nki_sim.limits import PARTITIONS, PSUM_BANK_BYTES, PSUM_BANKS, SBUF_BYTES, SBUF_RESERVED
+from nki_sim.limits import PARTITIONS, PSUM_BANK_BYTES, PSUM_BANKS, SBUF_BYTES, SBUF_RESERVED, start_partitions
 from nki_sim.program import Block, CoreProgram, Loop
 from nki_sim.tensor import MemoryRegion, Storage
-
-__all__ = ["CAPACITY", "Usage", "check_address", "plan"]
 
 CAPACITY = {MemoryRegion.sbuf: SBUF_BYTES - SBUF_RESERVED, MemoryRegion.psum: PSUM_BANKS * PSUM_BANK_BYTES}
 
@@ -35,11 +33,10 @@ def _plan(block: Block, region: MemoryRegion) -> int:
     live, used = _peak(block, region)
     used = max([used, *(s.address[1] + s.pitch for s in placed if s.address)])
     if used > CAPACITY[region]:
-        biggest = sorted(live, key=lambda s: -s.pitch)[:4]
-        found = f"{region.value} needs {used} bytes per partition and has {CAPACITY[region]}"
-        peak = "; ".join(f"{s.pitch} B {s}" for s in biggest)
-        fix = "use smaller tiles, or need them for less long"
-        refuse("capacity", f"{found}; {fix}. Live at the peak: {peak}", biggest[0].where if biggest else None)
+        peak = sorted(live, key=lambda s: -s.pitch)[:4]
+        found = f"{region.value} needs {used} bytes per partition of {CAPACITY[region]}; use smaller tiles"
+        most = "; ".join(f"{s.pitch} B {s}" for s in peak)
+        refuse("capacity", f"{found}. Live at the peak: {most}", peak[0].where if peak else None)
     return used
 
 
@@ -66,7 +63,7 @@ def _peak(block: Block, region: MemoryRegion) -> tuple[list[Storage], int]:
         live = [s for s in live if s.last is not None and s.last >= at] + starts.get(at, [])
         item = block.items[at]
         inner, extra = _peak(item.body, region) if isinstance(item, Loop) else ([], 0)
-        total = extra + sum(s.pitch for s in live)
+        total = extra + sum(s.pitch // len(start_partitions(s.shape[0])) for s in live)
         if total > best[1]:
             best = ([*live, *inner], total)
     return best

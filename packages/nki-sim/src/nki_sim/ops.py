@@ -12,8 +12,6 @@ import numpy as np
 
 from nki_sim.errors import need, unsupported
 
-__all__ = ["OPS", "Op", "alu"]
-
 Function = Callable[..., Any]
 
 
@@ -42,16 +40,16 @@ def alu(op: Op, a: Any, b: Any, reverse: bool = False) -> Any:
 
 def _erf(x: np.ndarray) -> np.ndarray:
     """Numerical Recipes 6.2's Chebyshev fit of erfc: relative error below 1.2e-7, float32's own precision."""
-    c = (0.17087277, -0.82215223, 1.48851587, -1.13520398, 0.27886807)
+    c: tuple[float, ...] = (0.17087277, -0.82215223, 1.48851587, -1.13520398, 0.27886807)
     c += (-0.18628806, 0.09678418, 0.37409196, 1.00002368, -1.26551223)
     z = np.abs(x.astype(np.float64))
     t = 1 / (1 + z / 2)
-    return (np.sign(x) * (1 - t * np.exp(-z * z + np.polyval(c, t)))).astype(x.dtype)  # type: ignore[no-any-return]
+    return (np.sign(x) * (1 - t * np.exp(-z * z + np.polyval(c, t)))).astype(x.dtype)
 
 
 def _sin(x: np.ndarray) -> np.ndarray:
     top = np.abs(x).max()
-    need(top <= pi + 1e-3, "activation-range", f"sin takes [-pi, pi] without reducing its argument; found {top:.4g}")
+    need(top <= pi + 1e-3, "activation-range", "sin takes [-pi, pi] without reducing its argument; found {:.4g}", top)
     return np.sin(x)
 
 
@@ -65,6 +63,12 @@ def _silu_dx(x: Any, k: float = 1.0) -> Any:
 
 def _softplus(x: Any) -> Any:
     return np.logaddexp(x, 0)
+
+
+def _shift_right(a: np.ndarray, b: Any) -> np.ndarray:
+    """Logical: zeros come in from the left; an arithmetic shift right is not supported."""
+    unsigned = np.dtype(f"u{a.itemsize}")
+    return np.right_shift(a.view(unsigned), np.asarray(b).astype(unsigned)).view(a.dtype)
 
 
 def _truth(function: Function) -> Function:
@@ -86,11 +90,10 @@ _UNARY: dict[str, Function] = {
 }
 _ALU: dict[str, Function] = {n: getattr(np, n) for n in (*_PLAIN, *_COMPARE, *_BITVEC)} | _UNARY
 _ALU |= {n: _truth(getattr(np, n)) for n in _LOGICAL} | {"logical_not": lambda x: x == 0, "bypass": lambda x: x}
+_ALU["right_shift"] = _shift_right
 _ALU["abs_max"] = lambda a, b: np.maximum(np.abs(a), np.abs(b))
 _ALU["abs_min"] = lambda a, b: np.minimum(np.abs(a), np.abs(b))
-_ACTIVATION: dict[str, Function] = {
-    n: getattr(np, n) for n in ("sqrt", "exp", "log", "arctan", "sign", "tanh")
-} | _UNARY
+_ACTIVATION = {n: getattr(np, n) for n in ("sqrt", "exp", "log", "arctan", "sign", "tanh")} | _UNARY
 _ACTIVATION |= {
     "copy": lambda x: x,
     "sin": _sin,

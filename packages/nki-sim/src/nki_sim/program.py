@@ -11,14 +11,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-import numpy as np
-
 from nki_sim.errors import Where, kernel_line, refuse
 from nki_sim.limits import REGISTERS
 from nki_sim.ops import Op
 from nki_sim.tensor import MemoryRegion, NkiTensor, Storage, VirtualRegister, whole
-
-__all__ = ["Block", "CoreProgram", "Instr", "Loop", "Tracer", "digest", "tracer", "tracing"]
 
 
 @dataclass(eq=False, slots=True)
@@ -116,13 +112,7 @@ class Tracer:
         return len(self.blocks) - 1
 
     def allocate(
-        self,
-        shape: Any,
-        dtype: Any,
-        buffer: MemoryRegion,
-        name: str,
-        address: Any = None,
-        constant: np.ndarray | None = None,
+        self, shape: Any, dtype: Any, buffer: MemoryRegion, name: str, address: Any = None, constant: Any = None
     ) -> NkiTensor:
         shared = buffer is MemoryRegion.shared_hbm
         scope: int | str = "shared" if shared else self.core
@@ -186,9 +176,7 @@ active: list[Tracer] = []
 def tracer() -> Tracer:
     """The running trace; instructions outside a kernel are refused."""
     if not active:
-        raise RuntimeError(
-            "no kernel is running: use k[1](...), simulate(k)(...) or trace(k, specs) of an @nki.jit kernel"
-        )
+        raise RuntimeError("no kernel is running: use k[1](...), simulate(k)(...) or trace(k, specs)")
     return active[-1]
 
 
@@ -202,15 +190,6 @@ def tracing(new: Tracer) -> Iterator[Tracer]:
         active.pop()
 
 
-def digest(cores: list[CoreProgram], target: str) -> str:
-    """The identity of the compiled program."""
-    text = hashlib.sha256(target.encode())
-    for core in cores:
-        for line in core.lines():
-            text.update(line.encode() + b"\n")
-    return text.hexdigest()
-
-
 def _lines(block: Block, indent: str) -> Iterator[str]:
     for s in block.storages:
         extra = f" at {s.address}" if s.address else ""
@@ -222,9 +201,8 @@ def _lines(block: Block, indent: str) -> Iterator[str]:
             yield f"{indent}{item.engine} {item.op}({args})" + "".join(f" after {p.number}" for p in item.after)
             continue
         bounds = f"for {item.counter} in {item.lower}, {item.upper}, {item.step}"
-        yield indent + (
-            f"while {item.condition} -> {item.result} as {item.counter}" if item.condition is not None else bounds
-        )
+        loop = f"while {item.condition} -> {item.result} as {item.counter}"
+        yield indent + (loop if item.condition is not None else bounds)
         yield from _lines(item.body, indent + "  ")
 
 

@@ -13,8 +13,6 @@ from nki_sim.kernel import Program, specialise
 from nki_sim.memory import CAPACITY, Usage
 from nki_sim.schedule import Event, Recorder, schedule
 
-__all__ = ["CoreReport", "Report", "report"]
-
 ENGINES = ("tensor", "vector", "scalar", "gpsimd", "sync", "dma")
 
 
@@ -92,22 +90,17 @@ class Report:
                 ("DMA MiB", core.dma_bytes, lambda v: f"{v / 2**20:.3f}"),
                 ("descriptors by bytes", dict(sorted(core.descriptors.items())), str),
             ):
-                lines.append(f"  core {number} {title}: " + ", ".join(f"{k} {show(v)}" for k, v in parts.items()))  # type: ignore[operator]
+                lines.append(f"  core {number} {title}: " + ", ".join(f"{k} {show(v)}" for k, v in parts.items()))
         return "\n".join(lines)
 
     def save_trace(self, path: str | os.PathLike[str]) -> Path:
         """A Chrome/Perfetto trace of the schedule (open it at ui.perfetto.dev)."""
         queues = sorted({e.queue for e in self.events})
-        rows = [
-            {"ph": "M", "name": "thread_name", "pid": q[0], "tid": i, "args": {"name": q[1]}}
-            for i, q in enumerate(queues)
-        ]
+        rows: list[dict[str, Any]] = []
+        for i, (core, name) in enumerate(queues):
+            rows.append({"ph": "M", "name": "thread_name", "pid": core, "tid": i, "args": {"name": name}})
         for e in self.events:
-            place = {
-                "pid": e.core,
-                "tid": queues.index(e.queue),
-                "args": {"line": str(e.instr.where), "modelled": True},
-            }
+            place = {"pid": e.core, "tid": queues.index(e.queue), "args": {"line": str(e.instr.where)}}
             times = {"ts": e.start / 1e3, "dur": (e.end - e.start) / 1e3}
             rows.append({"ph": "X", "name": e.instr.op, **place, **times})
         return _whole(path, lambda scratch: scratch.write_text(json.dumps({"traceEvents": rows})))
@@ -128,9 +121,8 @@ class Report:
                 busy[rows.index((e.core, e.instr.engine))][b] += max(0.0, min(end, b + 1) - max(start, b))
         figure = Figure(figsize=(10, 0.8 + 0.35 * len(rows)), layout="constrained")
         axes = figure.add_subplot(title=f"{self.program.kernel.__name__}: occupancy, modelled", xlabel="us, modelled")
-        axes.imshow(
-            busy, aspect="auto", cmap="Blues", vmin=0, vmax=1, extent=(0, self.scheduled_ns / 1e3, len(rows), 0)
-        )
+        extent = (0, self.scheduled_ns / 1e3, len(rows), 0)
+        axes.imshow(busy, aspect="auto", cmap="Blues", vmin=0, vmax=1, extent=extent)
         axes.set_yticks([i + 0.5 for i in range(len(rows))], [f"core {c} {e}" for c, e in rows])
         return _whole(path, lambda scratch: FigureCanvasAgg(figure).print_png(str(scratch)))
 

@@ -9,32 +9,17 @@ order, to the array written (float32 or exact; the machine converts).
 """
 
 from collections.abc import Callable
+from enum import Enum
 from inspect import Parameter, Signature
 from types import SimpleNamespace as Args
 from typing import Any, NamedTuple
 
-from nki_sim.constants import engine as Engine
+from nki_sim import errors
+from nki_sim.constants import Engine
 from nki_sim.errors import doing, kernel_line, need
 from nki_sim.limits import FREE_DIMENSIONS, PARTITIONS, start_partitions
 from nki_sim.program import Instr, tracer
 from nki_sim.tensor import MemoryRegion, NkiTensor
-
-__all__ = [
-    "COLUMN",
-    "HBM",
-    "IN",
-    "INSTRUCTIONS",
-    "OUT",
-    "OUT_COLUMN",
-    "PSUM",
-    "REQUIRED",
-    "SBUF",
-    "Args",
-    "Compute",
-    "Tile",
-    "instruction",
-    "need",
-]
 
 SBUF, PSUM = frozenset({MemoryRegion.sbuf}), frozenset({MemoryRegion.psum})
 HBM = frozenset({MemoryRegion.private_hbm, MemoryRegion.shared_hbm})
@@ -76,7 +61,7 @@ def instruction(
     tiles = {n: p for n, p in parameters.items() if isinstance(p, Tile)}
     defaults = {n: p for n, p in parameters.items() if p is not REQUIRED and n not in tiles}
     defaults |= {n: t.default for n, t in tiles.items() if t.optional or t.default is not None}
-    names = list(parameters)
+    names, enums = list(parameters), {n: type(d) for n, d in defaults.items() if isinstance(d, Enum)}
 
     def decorate(body: Callable[[Args], Any]) -> Callable[..., Instr]:
         title = body.__name__
@@ -86,25 +71,27 @@ def instruction(
             bound = defaults | dict(zip(names, args, strict=False)) | kwargs
             wrong = [n for n in bound if n not in parameters] or [n for n in names if n not in bound]
             if wrong or len(args) > len(names) or any(n in kwargs for n in names[: len(args)]):
-                raise TypeError(
-                    f"nisa.{title}({', '.join(names)}) called with {len(args)} values and {list(kwargs)}: {wrong}"
-                )
+                raise TypeError(f"nisa.{title}({', '.join(names)}) got {len(args)} values and {list(kwargs)}: {wrong}")
+            for n, kind in enums.items():
+                if not isinstance(bound[n], kind):
+                    if not errors.compat or not isinstance(bound[n], int):
+                        raise TypeError(f"nisa.{title}: {n} is a member of nisa.{kind.__name__}; got {bound[n]!r}")
+                    bound[n] = kind(bound[n])  # NKI 0.3 took the numbers
             doing.append((title, None))
             try:
                 a = Args(**{n: bound[n] for n in names})
                 engine = bound.get("engine", Engine.unknown)
                 letter = next((e for e in engines if ENGINES[e] == engine.name), engines[0])
                 allowed = "D" in engines or engine is Engine.unknown or ENGINES[letter] == engine.name
-                need(allowed, "engine", f"runs on {', '.join(ENGINES[e] for e in engines)}; got {engine}")
+                need(allowed, "engine", "runs on {}; got {}", ", ".join(ENGINES[e] for e in engines), engine)
                 reads, writes = _operands(a, tiles, engines)
                 _agree(a, same, same_dtype, one_psum)
                 compute = body(a)
                 compute, letter = compute if isinstance(compute, tuple) else (compute, letter)
                 for view in (*reads, *writes) if letter == "G" else ():
-                    need(view.buffer is not MemoryRegion.psum, "engine-buffer", f"GpSimd cannot reach PSUM: {view}")
-                return tracer().emit(
-                    Instr(title, ENGINES[letter], vars(a), reads, writes, kernel_line(), compute, special)
-                )
+                    need(view.buffer is not MemoryRegion.psum, "engine-buffer", "GpSimd cannot reach PSUM: {}", view)
+                instr = Instr(title, ENGINES[letter], vars(a), reads, writes, kernel_line(), compute, special)
+                return tracer().emit(instr)
             finally:
                 doing.pop()
 
@@ -129,7 +116,7 @@ def _operands(a: Args, tiles: dict[str, Tile], engines: str) -> tuple[tuple[NkiT
                 _check(name, view, tile, engines)
                 if tile.column:
                     good = view.free_size == 1 and view.shape[0] == a.dst.shape[0]
-                    need(good, "shape", f"{name} must be ({a.dst.shape[0]}, 1), one element per partition; got {view}")
+                    need(good, "shape", "{} {} must be ({}, 1): one a partition", name, view, a.dst.shape[0])
                 (writes if tile.write else reads).append(view)
             elif not (tile.scalar and (isinstance(view, (int, float)) or getattr(view, "shape", None) == ())):
                 raise TypeError(f"operand: nisa.{doing[-1][0]} needs a tensor for {name}; got {view!r}")
@@ -137,32 +124,22 @@ def _operands(a: Args, tiles: dict[str, Tile], engines: str) -> tuple[tuple[NkiT
 
 
 def _check(name: str, view: NkiTensor, tile: Tile, engines: str) -> None:
-    where = " or ".join(sorted(b.value for b in tile.buffers))
-    need(view.buffer in tile.buffers, "buffer", f"{name} must be in {where}; got {view}")
-    if tile.dtypes is not None:
-        need(view.dtype in tile.dtypes, "dtype", f"{name} must be {' or '.join(tile.dtypes)}; got {view}")
-    if tile.write:
-        once = all(s or n == 1 for s, n in zip(view.strides, view.shape, strict=True))
-        need(
-            once,
-            "broadcast-write",
-            f"{name} repeats addresses (stride 0 in {view.get_pattern()}); write each element once",
-        )
+    need(view.buffer in tile.buffers, "buffer", "{} {} must be in {}", name, view, [b.value for b in tile.buffers])
+    need(tile.dtypes is None or view.dtype in tile.dtypes, "dtype", "{} {} must be of {}", name, view, tile.dtypes)
+    once = not tile.write or all(s or n == 1 for s, n in zip(view.strides, view.shape, strict=True))
+    need(once, "broadcast-write", "{} repeats addresses (stride 0): {}", name, view.get_pattern())
     if not view.buffer.on_chip:
         return
-    n = view.shape[0]
-    need(n <= PARTITIONS, "partitions", f"{name} {view} has {n} partitions, at most {PARTITIONS}; split dimension 0")
-    dims = _free_dims(view)
-    limit = f"hardware access patterns have {FREE_DIMENSIONS}; split the instruction"
-    need(dims <= FREE_DIMENSIONS, "access-pattern", f"{name} {view} needs {dims} free dimensions, {limit}")
-    index = view.indirect_index
-    if engines[0] == "D" or "Y" in engines:
-        return
-    need(index is None or index.kind == "scalar", "indirect", f"{name} {view}: only DMA takes a vector_offset")
-    starts = start_partitions(n)
-    found = f"{name} {view} starts at partition {view.partition}; {n} partitions start at {starts}"
-    rule = "> 64: 0; 33..64: 0, 64; <= 32: 0, 32, 64, 96"
-    need((index and index.dim == 0) or view.partition in starts, "start-partition", f"{found} ({rule})")
+    n, dims, index = view.shape[0], _free_dims(view), view.indirect_index
+    need(n <= PARTITIONS, "partitions", "{} {} has {} partitions of {}; split dimension 0", name, view, n, PARTITIONS)
+    fix = "hardware access patterns have 4; split the instruction"
+    need(dims <= FREE_DIMENSIONS, "access-pattern", "{} {} needs {} free dimensions, {}", name, view, dims, fix)
+    if engines[0] != "D" and "Y" not in engines:
+        need(index is None or index.kind == "scalar", "indirect", "{} {}: only DMA takes a vector_offset", name, view)
+        known = not (index and index.dim == 0)
+        found, rule = "{} {} starts at partition {}", "of {} partitions: {} (> 64: 0; > 32: 0, 64; else 0, 32, 64, 96)"
+        good = not known or view.partition in start_partitions(n)
+        need(good, "start-partition", f"{found}, {rule}", name, view, view.partition, n, start_partitions(n))
 
 
 def _agree(a: Args, same: str, same_dtype: str, one_psum: str) -> None:
@@ -170,10 +147,10 @@ def _agree(a: Args, same: str, same_dtype: str, one_psum: str) -> None:
         return [v for v in (getattr(a, n) for n in names.split()) if isinstance(v, NkiTensor)]
 
     sizes = {(v.shape[0], v.free_size) for v in views(same)}
-    need(len(sizes) < 2, "shape", f"{same} must agree in partitions and elements per partition; got {views(same)}")
-    need(len({v.dtype for v in views(same_dtype)}) < 2, "dtype", f"{same_dtype} must agree; got {views(same_dtype)}")
+    need(len(sizes) < 2, "shape", "{} must agree in partitions and elements per partition; got {}", same, views(same))
+    need(len({v.dtype for v in views(same_dtype)}) < 2, "dtype", "{} must agree; got {}", same_dtype, views(same_dtype))
     psum = [v for v in views(one_psum) if v.buffer is MemoryRegion.psum]
-    need(len(psum) < 2, "engine-buffer", f"{one_psum} cannot both be in PSUM; copy one to SBUF")
+    need(len(psum) < 2, "engine-buffer", "{} cannot both be in PSUM; copy one to SBUF", one_psum)
 
 
 def _free_dims(view: NkiTensor) -> int:

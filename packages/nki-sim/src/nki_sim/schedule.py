@@ -14,8 +14,6 @@ from nki_sim.memory import CAPACITY
 from nki_sim.program import Instr
 from nki_sim.tensor import MemoryRegion, NkiTensor, Storage
 
-__all__ = ["Event", "Recorder", "schedule"]
-
 PAGE = 2048  # bytes of a partition whose accesses are kept together
 Key = tuple[int | str, int]
 Queue = tuple[int, str]
@@ -47,6 +45,7 @@ class Recorder:
         self.events: list[Event] = []
         self.costs: dict[int, Cost] = {}
         self.numbers: dict[int, int] = {}  # id(instr) -> its latest event
+        self.last: dict[Queue, set[int]] = {}  # the latest event of each queue
         self.registers: dict[tuple[int, int], int] = {}  # core and register -> the event that set it
         self.records: dict[object, list[tuple[Box, int, bool]]] = {}
         self.addresses: dict[Key, int] = {}
@@ -68,6 +67,9 @@ class Recorder:
             self._access(event, number, view, located, meeting)
         for view in instr.writes:
             self._access(event, number, view, located, True)
+        if meeting and core == 1:  # the first half waits for what this one waits for
+            self.events[number - 1].after.update(event.after - {number - 1}, self.last.get(event.queue, ()))
+        self.last[event.queue] = {number}
         if instr.op in ("register_load", "register_move"):
             self.registers[core, instr.args["dst"].number] = number
 
@@ -111,8 +113,9 @@ class Recorder:
             if e < b and a < f and g < d and c < h:
                 if (write or wrote) and other != number:
                     event.after.add(other)
-                if write and a <= e and f <= b and c <= g and h <= d:
-                    continue  # what comes later waits for this write instead
+                same_queue = not wrote and self.events[other].queue == event.queue
+                if (write or same_queue) and a <= e and f <= b and c <= g and h <= d:
+                    continue  # what comes later waits for this access instead
             kept.append(record)
         self.records[key] = kept
 

@@ -15,9 +15,7 @@ import numpy as np
 
 from nki_sim import errors
 from nki_sim.dtypes import DType, as_dtype
-from nki_sim.errors import Where
-
-__all__ = ["DynamicSlice", "Indirect", "MemoryRegion", "NkiTensor", "Storage", "VirtualRegister", "whole"]
+from nki_sim.errors import Where, need
 
 
 class MemoryRegion(Enum):
@@ -99,11 +97,6 @@ class Indirect(NamedTuple):
     dim: int
 
 
-def _need(holds: object, message: str) -> None:
-    if not holds:
-        raise ValueError(message)
-
-
 class NkiTensor:
     """A view of a storage. Methods return new views; nothing is copied."""
 
@@ -177,13 +170,10 @@ class NkiTensor:
 
     def _dim(self, dim: int, free: bool = False) -> int:
         """A valid dimension; not the indirect rows, and with `free` not the partition."""
-        _need(-self.ndim <= dim < self.ndim, f"dimension {dim} does not exist in {self}")
+        need(-self.ndim <= dim < self.ndim, "view", "dimension {} does not exist in {}", dim, self)
         dim %= self.ndim
-        _need(dim or not self.by_row, f"dimension 0 of {self} is indirect: it cannot be sliced, selected or moved")
-        _need(
-            dim or not (free and self.buffer.on_chip),
-            f"dimension 0 of {self} is the partition; choose a free dimension",
-        )
+        need(dim or not self.by_row, "view", "dimension 0 of {} is indirect and stays", self)
+        need(dim or not (free and self.buffer.on_chip), "view", "dimension 0 of {} is the partition and stays", self)
         return dim
 
     def __getitem__(self, key: Any) -> "NkiTensor":
@@ -191,7 +181,7 @@ class NkiTensor:
         if any(k is Ellipsis for k in keys):
             at = next(i for i, k in enumerate(keys) if k is Ellipsis)
             keys[at : at + 1] = [slice(None)] * (self.ndim - len(keys) + 1)
-        _need(len(keys) <= self.ndim, f"{len(keys)} indices for {self} with {self.ndim} dimensions")
+        need(len(keys) <= self.ndim, "view", "{} indices for {} with {} dimensions", len(keys), self, self.ndim)
         view, dim = self, 0
         for k in keys:
             n = view.shape[dim]
@@ -221,10 +211,7 @@ class NkiTensor:
         dim = self._dim(dim)
         n = self.shape[dim]
         inside = 0 <= start < end <= n and step >= 1
-        _need(
-            inside,
-            f"out-of-bounds: slice [{start}:{end}:{step}] of dimension {dim} of {self} leaves 0..{n} or is empty",
-        )
+        need(inside, "out-of-bounds", "[{}:{}:{}] of dimension {} of {}, or empty", start, end, step, dim, self)
         stride = self.strides[dim]
         return self._replace(dim, (-(-(end - start) // step),), (stride * step,), start * stride)
 
@@ -235,22 +222,20 @@ class NkiTensor:
         return (self.slice(dim, index, index + 1) if known else self._dynamic(dim, index, 1))._drop(dim)[0]
 
     def _dynamic(self, dim: int, start: Any, size: int) -> "NkiTensor":
-        _need(self.indirect_index is None, f"{self} is already indirect; one run-time address per view")
+        need(self.indirect_index is None, "view", "{} is already indirect; one run-time address per view", self)
         index = Indirect("scalar", start, self.strides[dim], dim)
         return self._replace(dim, (size,), (self.strides[dim],), index=index)
 
     def vector_select(self, dim: int, vector_offset: "NkiTensor") -> "NkiTensor":
         """Row index[p] of dimension 0 for each partition p."""
         direct = dim == 0 and not self.buffer.on_chip and self.indirect_index is None
-        _need(direct, f"vector_select needs dimension 0 of a direct HBM tensor; got {dim} of {self}")
+        need(direct, "view", "vector_select needs dimension 0 of a direct HBM tensor; got {} of {}", dim, self)
         index = Indirect("vector", vector_offset, self.strides[0], 0)
         return self._replace(0, vector_offset.shape[:1], self.strides[:1], index=index)
 
     def permute(self, dims: Sequence[int]) -> "NkiTensor":
         """Dimensions in another order; on chip the partition stays first."""
-        _need(
-            sorted(dims) == list(range(self.ndim)), f"permute{tuple(dims)} is no permutation of {self.ndim} dimensions"
-        )
+        need(sorted(dims) == list(range(self.ndim)), "view", "{} is no permutation of {}", tuple(dims), self)
         if dims[0]:
             self._dim(0, free=True)
         return self._with([self.shape[d] for d in dims], [self.strides[d] for d in dims])
@@ -258,7 +243,7 @@ class NkiTensor:
     def broadcast(self, dim: int, size: int) -> "NkiTensor":
         """Repeat a dimension of size 1."""
         dim = self._dim(dim, free=True)
-        _need(self.shape[dim] == 1, f"broadcast: dimension {dim} of {self} is not of size 1")
+        need(self.shape[dim] == 1, "view", "broadcast: dimension {} of {} is not of size 1", dim, self)
         return self._replace(dim, (size,), (0,))
 
     def expand_dim(self, dim: int) -> "NkiTensor":
@@ -270,7 +255,7 @@ class NkiTensor:
     def squeeze_dim(self, dim: int) -> "NkiTensor":
         """Without a dimension of size 1."""
         dim = self._dim(dim, free=True)
-        _need(self.shape[dim] == 1, f"squeeze_dim: dimension {dim} of {self} is not of size 1")
+        need(self.shape[dim] == 1, "view", "squeeze_dim: dimension {} of {} is not of size 1", dim, self)
         return self._replace(dim, (), ())
 
     def reshape_dim(self, dim: int, shape: Sequence[int]) -> "NkiTensor":
@@ -290,15 +275,14 @@ class NkiTensor:
         if new[0] != self.shape[0]:
             self._dim(0, free=True)
         strides = _reshape_strides(self.shape, self.strides, new)
-        _need(
-            strides,
-            f"reshape{new}: {self} with strides {self.strides} is not laid out so; copy it to a new tensor first",
-        )
+        need(strides, "view", "reshape{}: {} with strides {} needs a copy; make one first", new, self, self.strides)
         return self._with(new, strides)
 
     def rearrange(self, src_pattern: tuple, dst_pattern: tuple, fixed_sizes: Any = None) -> "NkiTensor":
         """Split, reorder and merge dimensions by name: (("b", ("h", "w")), ("b", "w", "h"), {"h": 4})."""
-        sizes, names, view = dict(fixed_sizes or {}), [], self
+        sizes: dict[str, int] = dict(fixed_sizes or {})
+        names: list[str] = []
+        view = self
         groups = [(g,) if isinstance(g, str) else g for g in src_pattern]
         for group in groups:
             unknown = view.shape[len(names)] if len(group) == 1 else -1
@@ -306,9 +290,7 @@ class NkiTensor:
             names.extend(group)
         wanted = [(g,) if isinstance(g, str) else g for g in dst_pattern]
         flat = [n for group in wanted for n in group]
-        _need(
-            sorted(flat) == sorted(names), f"rearrange: {src_pattern} and {dst_pattern} must name the same dimensions"
-        )
+        need(sorted(flat) == sorted(names), "view", "{} -> {} changes names", src_pattern, dst_pattern)
         view = view.permute([names.index(n) for n in flat])
         for dim, group in enumerate(wanted):
             view = view.flatten_dims(dim, dim + len(group) - 1) if len(group) > 1 else view
@@ -320,7 +302,7 @@ class NkiTensor:
         old, size = self.dtype.itemsize, new.itemsize
         counts = (self.shape[-1], *self.strides[:-1], self.offset)
         good = not self.is_indirect() and self.strides[-1] == 1 and all(n * old % size == 0 for n in counts)
-        _need(good, f"view({new}): {self} must be direct, its last dimension contiguous, and aligned to {size} bytes")
+        need(good, "view", "view({}): {} must be direct, end contiguous and align to {} bytes", new, self, size)
         last, *strides, offset = (n * old // size for n in counts)
         return self._with((*self.shape[:-1], last), (*strides, 1), offset, dtype=new)
 
@@ -338,41 +320,29 @@ class NkiTensor:
         """An explicit access pattern over the storage: [[stride, count], ...] in elements of `dtype`. Refused on a view that
         does not start where its storage does: NKI's guide says its offset is ignored, the API page that it is kept."""
         whole = not self.offset and not self.is_indirect()
-        _need(
-            whole,
-            f"ap-on-view: .ap() of the sliced or indirect {self} is ambiguous in NKI; call it on the whole tensor",
-        )
+        need(whole, "ap-on-view", "NKI is of two minds on .ap() of a slice ({}); call it on the whole", self)
         new = as_dtype(dtype) if dtype is not None else self.dtype
         shape, strides = [int(n) for _, n in pattern], [int(s) for s, _ in pattern]
         pitch = self.storage.pitch // new.itemsize
         good = not self.buffer.on_chip or shape[0] == 1 or strides[0] == pitch
-        _need(
-            good, f"ap-partition-stride: an on-chip pattern starts with [{pitch}, partitions] for {self}; got {pattern}"
-        )
-        _need(scalar_offset is None or vector_offset is None, "ap: scalar_offset and vector_offset exclude each other")
+        need(good, "ap-partition-stride", "a pattern of {} starts with [{}, n]; got {}", self, pitch, pattern)
+        need(scalar_offset is None or vector_offset is None, "ap", "scalar_offset and vector_offset exclude each other")
         source = vector_offset if vector_offset is not None else scalar_offset
         index = None
         if source is not None:
             rows = vector_offset is None or (indirect_dim == 0 and not self.buffer.on_chip)
-            _need(
-                rows, f"ap: vector_offset indexes dimension 0 of an HBM tensor; got dimension {indirect_dim} of {self}"
-            )
+            need(rows, "ap", "vector_offset takes dimension 0 in HBM; got {} of {}", indirect_dim, self)
             scale = self.strides[indirect_dim] * self.dtype.itemsize // new.itemsize
             index = Indirect("scalar" if vector_offset is None else "vector", source, scale, indirect_dim)
         view = NkiTensor(self.storage, shape, strides, int(offset or 0), new, index)
         last, limit = view.offset + view.extent(), self.storage.nbytes // new.itemsize
         inside = min(shape) >= 1 and min(strides) >= 0 and (index or (view.offset >= 0 and last < limit))
-        _need(
-            inside,
-            f"out-of-bounds: pattern {pattern} at {view.offset} reaches element {last} of {limit} in {self.storage}",
-        )
+        need(inside, "out-of-bounds", "{} at {} reaches {} of {}, {}", pattern, view.offset, last, limit, self.storage)
         return view
 
     def indirect(self, *_: object, **__: object) -> NoReturn:
         """Tensor indirection exists from NeuronCore-v4 on."""
-        raise NotImplementedError(
-            "target: .indirect() needs NeuronCore-v4 (Trn3); on trn2 use .ap(vector_offset=) with DMA"
-        )
+        raise NotImplementedError("target: .indirect() needs NeuronCore-v4 (Trn3); use .ap(vector_offset=)")
 
 
 def whole(storage: Storage) -> NkiTensor:
@@ -389,7 +359,7 @@ def _fill(shape: Sequence[int], size: int) -> tuple[int, ...]:
     new = [int(n) for n in shape]
     if new.count(-1) == 1:
         new[new.index(-1)] = size // max(1, -prod(new))
-    _need(new and prod(new) == size, f"shape {tuple(shape)} does not hold {size} elements")
+    need(new and prod(new) == size, "view", "shape {} does not hold {} elements", tuple(shape), size)
     return tuple(new)
 
 

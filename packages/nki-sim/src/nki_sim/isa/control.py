@@ -1,20 +1,17 @@
 """Registers, the meeting of two cores, and printing: what the sequencers do."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from nki_sim import errors
-from nki_sim.constants import dma_engine
-from nki_sim.constants import engine as Engine
+from nki_sim.constants import Engine, dma_engine
 from nki_sim.dtypes import INTS
 from nki_sim.errors import need
+from nki_sim.machine import Machine
 from nki_sim.program import tracer
 from nki_sim.rules import HBM, PSUM, REQUIRED, SBUF, Args, Compute, Tile, instruction
 from nki_sim.tensor import MemoryRegion, VirtualRegister
-
-if TYPE_CHECKING:
-    from nki_sim.machine import Machine
 
 GPSIMD_DMA_BYTES = {4: 1024, 2: 512, 1: 256}  # per partition, by element size (NKI 0.6, sendrecv)
 
@@ -27,19 +24,13 @@ def register_alloc(x: int | None = None) -> VirtualRegister:
     return register
 
 
-def _need_register(value: Any) -> None:
-    if not isinstance(value, VirtualRegister):
-        raise TypeError(f"operand: {value!r} is no register; allocate one with nisa.register_alloc()")
-
-
-def _need_one(view: Any) -> None:
-    need(view.size == 1, "shape", f"a register holds one element; got {view}")
+def _check(register: Any, view: Any = None) -> None:
+    need(isinstance(register, VirtualRegister), "operand", "{!r} is no register (nisa.register_alloc)", register)
+    need(view is None or view.size == 1, "shape", "a register holds one element; got {}", view)
 
 
 def _move(a: Args) -> Compute:
-    _need_register(a.dst)
-
-    def execute(machine: "Machine") -> None:
+    def execute(machine: Machine) -> None:
         machine.registers[machine.core][a.dst.number] = machine.value(a.src)
 
     return execute
@@ -48,22 +39,22 @@ def _move(a: Args) -> Compute:
 @instruction("Y", special=True, dst=REQUIRED, src=REQUIRED)
 def register_move(a: Args) -> Compute:
     """Put a constant or another register's value in a register."""
-    need(isinstance(a.src, (int, VirtualRegister)), "operand", f"src is an integer or a register; got {a.src!r}")
+    _check(a.dst)
+    need(isinstance(a.src, (int, VirtualRegister)), "operand", "src is an integer or a register; got {!r}", a.src)
     return _move(a)
 
 
 @instruction("Y", special=True, dst=REQUIRED, src=Tile(HBM | SBUF, INTS))
 def register_load(a: Args) -> Compute:
     """Put a tensor's single integer in a register."""
-    _need_one(a.src)
+    _check(a.dst, a.src)
     return _move(a)
 
 
 @instruction("Y", special=True, dst=Tile(HBM | SBUF, write=True), src=REQUIRED)
 def register_store(a: Args) -> Compute:
     """Write a register's value to a tensor of one element."""
-    _need_register(a.src)
-    _need_one(a.dst)
+    _check(a.src, a.dst)
     return lambda machine: machine.write(a.dst, np.asarray(machine.value(a.src)))
 
 
@@ -71,9 +62,9 @@ def register_store(a: Args) -> Compute:
 def core_barrier(a: Args) -> Compute:
     """Both cores wait for each other; accesses to shared memory before it happen before those after it."""
     need(tracer().cores == 2, "cores", "needs two cores; launch with k[2](...)")
-    need(tuple(a.cores) == (0, 1), "cores", f"cores must be (0, 1); got {a.cores}")
+    need(tuple(a.cores) == (0, 1), "cores", "cores must be (0, 1); got {}", a.cores)
     shared = a.data.buffer is MemoryRegion.shared_hbm or errors.compat
-    need(shared, "buffer", f"data must be in shared HBM; got {a.data}")
+    need(shared, "buffer", "data must be in shared HBM; got {}", a.data)
     return None
 
 
@@ -84,7 +75,7 @@ def sendrecv(a: Args) -> Compute:
     need({a.send_to_rank, a.recv_from_rank} <= {0, 1}, "cores", "ranks are 0 or 1")
     used, limit = a.src.free_size * a.src.dtype.itemsize, GPSIMD_DMA_BYTES[a.src.dtype.itemsize]
     fits = a.dma_engine is dma_engine.dma or used <= limit
-    need(fits, "value", f"gpsimd_dma moves at most {limit} bytes per partition of {a.src.dtype}; got {used}")
+    need(fits, "value", "gpsimd_dma moves at most {} bytes per partition of {}; got {}", limit, a.src.dtype, used)
     return None
 
 

@@ -1,17 +1,13 @@
 """GpSimd's own instructions: patterns, selection by position, gathers within SBUF, reductions across partitions."""
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from nki_sim.dtypes import f32
 from nki_sim.errors import need, refuse
 from nki_sim.isa.vector import like, line, need_alu, need_ints, need_shape, write_where
+from nki_sim.machine import Machine
 from nki_sim.ops import OPS, alu
 from nki_sim.rules import REQUIRED, SBUF, Args, Compute, Tile, instruction
-
-if TYPE_CHECKING:
-    from nki_sim.machine import Machine
 
 GROUP = 16  # SBUF partitions connected to one of the eight GpSimd cores
 Array = np.ndarray
@@ -21,13 +17,9 @@ REDUCTIONS = ("add", "average", "maximum", "bitwise_or", "bitwise_and")
 
 def _affine(a: Args) -> Array:
     """offset + partition * channel_multiplier + sum(step * index), int32, in dst's shape."""
-    need(len(a.pattern) <= 4, "access-pattern", f"pattern {a.pattern} has more than 4 dimensions")
+    need(len(a.pattern) <= 4, "access-pattern", "pattern {} has more than 4 dimensions", a.pattern)
     size = int(np.prod([n for _, n in a.pattern]))
-    need(
-        size == a.dst.free_size,
-        "shape",
-        f"pattern {a.pattern} does not describe the elements per partition of dst {a.dst}",
-    )
+    need(size == a.dst.free_size, "shape", "pattern {} does not fill dst {}", a.pattern, a.dst)
     values = a.offset + np.arange(a.dst.shape[0], dtype=np.int64)[:, None] * a.channel_multiplier
     for step, n in a.pattern:
         values = (values[:, :, None] + np.arange(n, dtype=np.int64) * step).reshape(len(values), -1)
@@ -68,13 +60,9 @@ def local_gather(a: Args) -> Compute:
     """Each group of 16 partitions gathers by its own indices, read down its partitions first."""
     p, n, held = a.src_buffer.shape[0], a.num_elem_per_idx, a.index.free_size * GROUP
     count = held if a.num_valid_indices is None else a.num_valid_indices
-    need(
-        p == a.index.shape[0] and p % GROUP == 0,
-        "shape",
-        f"{a.src_buffer}, {a.index}: equal partitions, a multiple of 16",
-    )
-    need(n in (1, 2, 4, 8, 16, 32), "value", f"num_elem_per_idx {n} is not 1, 2, 4, 8, 16 or 32")
-    need(count <= min(4096, held), "value", f"{count} indices per core; at most 4096 and the {held} that index holds")
+    need(p == a.index.shape[0] and p % GROUP == 0, "shape", "{}, {}: partitions", a.src_buffer, a.index)
+    need(n in (1, 2, 4, 8, 16, 32), "value", "num_elem_per_idx {} is not 1, 2, 4, 8, 16 or 32", n)
+    need(count <= min(4096, held), "value", "{} indices per core; at most 4096 and the {} of index", count, held)
     need_shape("dst", a.dst, p, count * n)
 
     def compute(x: Array, index: Array) -> Array:
@@ -89,7 +77,7 @@ def local_gather(a: Args) -> Compute:
 @instruction("G", dst=OUT, op=REQUIRED, data=IN)
 def tensor_partition_reduce(a: Args) -> Compute:
     """Reduce over the partitions, into one partition."""
-    need(getattr(a.op, "name", None) in REDUCTIONS, "op", f"op is one of {REDUCTIONS}; got {a.op!r}")
+    need(getattr(a.op, "name", None) in REDUCTIONS, "op", "op is one of {}; got {!r}", REDUCTIONS, a.op)
     need_shape("dst", a.dst, 1, a.data.free_size)
     need_ints(a.op, a.dst, a.data)
     if a.op.name == "average":
@@ -102,7 +90,7 @@ def nonzero_with_count(a: Args) -> Compute:
     """Positions of nonzero elements, padding, and their count last; partitions 0, 16, ... only, the others stay."""
     need_shape("dst", a.dst, a.src.shape[0], a.src.free_size + 1)
 
-    def execute(machine: "Machine") -> None:
+    def execute(machine: Machine) -> None:
         values = np.full((a.dst.shape[0], a.dst.free_size), a.padding_val, np.int32)
         for lane in range(0, len(values), GROUP):
             at = np.flatnonzero(machine.read(a.src[lane : lane + 1]))

@@ -3,22 +3,19 @@
 from collections.abc import Callable
 from functools import reduce
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from nki_sim import errors
-from nki_sim.constants import engine as Engine
-from nki_sim.constants import reduce_cmd
+from nki_sim.constants import Engine, reduce_cmd
 from nki_sim.dtypes import FLOATS, INTS, NUMPY, cast, f32
 from nki_sim.errors import need
 from nki_sim.limits import BN_STATS_FREE, PARTITIONS
+from nki_sim.machine import Machine
 from nki_sim.ops import OPS, Op, alu
 from nki_sim.rules import COLUMN, IN, OUT, OUT_COLUMN, REQUIRED, Args, Compute, Tile, instruction
 from nki_sim.tensor import MemoryRegion, NkiTensor
-
-if TYPE_CHECKING:
-    from nki_sim.machine import Machine
 
 Array = np.ndarray
 FP32_MIN = float(np.finfo(np.float32).min)
@@ -40,31 +37,27 @@ def like(x: Array, target: NkiTensor) -> Array:
     return x.reshape(x.shape[0], *(1,) * (target.ndim - 1)) if column else x.reshape(target.shape)
 
 
-def operands(arrays: tuple[Array, ...], target: NkiTensor, *values: Any) -> list[Any]:
-    """Numbers as float32, tensors (in the order read) as float32 columns against `target`."""
+def operands(arrays: tuple[Array, ...], target: NkiTensor, *values: Any, kind: Any = np.float32) -> list[Any]:
+    """Numbers, and tensors (in the order read) as columns against `target`, in one dtype."""
     rest = iter(arrays)
-    known = [like(f32(next(rest)), target) if isinstance(v, NkiTensor) else v for v in values]
-    return [np.float32(v) if isinstance(v, (int, float)) else v for v in known]
+    known = [like(next(rest), target) if isinstance(v, NkiTensor) else v for v in values]
+    return [None if v is None else np.asarray(v).astype(kind) for v in known]
 
 
 def need_alu(op: Any, bitvec: bool | None = False) -> None:
     """Refuse what is no ALU operator of this kind (None: either)."""
-    need(isinstance(op, Op) and op.alu is not None, "op", f"op must be an ALU operator such as nl.add; got {op!r}")
-    need(
-        bitvec is None or op.bitvec is bitvec,
-        "op",
-        f"{op} must be {'a bitwise' if bitvec else 'an arithmetic'} operator",
-    )
+    need(isinstance(op, Op) and op.alu is not None, "op", "op must be an ALU operator such as nl.add; got {!r}", op)
+    need(bitvec is None or op.bitvec is bitvec, "op", "{} is not {}", op, "bitwise" if bitvec else "arithmetic")
 
 
 def need_shape(name: str, view: NkiTensor, *shape: int) -> None:
     """Refuse unless a view is (partitions, elements per partition)."""
-    need((view.shape[0], view.free_size) == shape, "shape", f"{name} must be {shape}; got {view}")
+    need((view.shape[0], view.free_size) == shape, "shape", "{} must be {}; got {}", name, shape, view)
 
 
 def need_ints(op: Op, *views: NkiTensor) -> None:
     """Bitwise operators take integers."""
-    need(not op.bitvec or all(v.dtype in INTS for v in views), "dtype", f"{op} works on integers; got {views}")
+    need(not op.bitvec or all(v.dtype in INTS for v in views), "dtype", "{} works on integers; got {}", op, views)
 
 
 def fold(op: Op, x: Array) -> Array:
@@ -73,7 +66,7 @@ def fold(op: Op, x: Array) -> Array:
     return op.alu.reduce(line(x), axis=1) if isinstance(op.alu, np.ufunc) else reduce(op.alu, line(x).T)
 
 
-def registers(machine: "Machine", op: Op, cmd: reduce_cmd, init: Any) -> Array:
+def registers(machine: Machine, op: Op, cmd: reduce_cmd, init: Any) -> Array:
     """The engine's reduce registers for the lanes of dst, reset or loaded as `cmd` says."""
     dst, empty = machine.instr.writes[0], np.full(PARTITIONS, np.nan, np.float32)
     lanes = machine.accumulators.setdefault((machine.core, machine.instr.engine), empty)
@@ -85,10 +78,10 @@ def registers(machine: "Machine", op: Op, cmd: reduce_cmd, init: Any) -> Array:
     return lanes
 
 
-def reducing(a: Args, op: Op, cmd: reduce_cmd, body: Callable[..., Array]) -> Callable[["Machine"], None]:
+def reducing(a: Args, op: Op, cmd: reduce_cmd, body: Callable[..., Array]) -> Callable[[Machine], None]:
     """dst = body(arrays read), also folded into the reduce registers and read out to reduce_res."""
 
-    def execute(machine: "Machine") -> None:
+    def execute(machine: Machine) -> None:
         init = getattr(a, "reduce_init", None)
         values = body(*[machine.read(v) for v in machine.instr.reads if v is not init])
         machine.write(a.dst, values)
@@ -103,18 +96,18 @@ def reducing(a: Args, op: Op, cmd: reduce_cmd, body: Callable[..., Array]) -> Ca
 
 def need_reduce(op: Any, allowed: tuple[str, ...], cmd: reduce_cmd, init: Any = None) -> None:
     """The reduce operator is one of `allowed`; an initial value comes with load_reduce and only then."""
-    need(isinstance(op, Op) and op.name in allowed, "op", f"the reduction must be one of {allowed}; got {op!r}")
+    need(isinstance(op, Op) and op.name in allowed, "op", "the reduction must be one of {}; got {!r}", allowed, op)
     paired = (init is not None) == (cmd is reduce_cmd.load_reduce)
-    need(paired, "reduce-cmd", f"an initial value goes with reduce_cmd.load_reduce and only there; got {init!r}, {cmd}")
+    need(paired, "reduce-cmd", "an initial value goes with reduce_cmd.load_reduce only; got {!r}, {}", init, cmd)
 
 
-def write_where(machine: "Machine", dst: NkiTensor, chosen: Array, values: Array) -> None:
+def write_where(machine: Machine, dst: NkiTensor, chosen: Array, values: Array) -> None:
     """Write the chosen elements of dst, and count only them as written."""
     offset = machine.locate(dst)
     if offset is not None:
         cell = machine.cell(dst.storage)
         np.copyto(cell.array(dst, offset), cast(values, NUMPY[dst.dtype]), where=chosen)
-        machine.wrote(cell, dst, offset, chosen=chosen)
+        machine.wrote(cell, dst, offset, chosen=None if chosen.all() else chosen)
 
 
 # -- copies and element-wise ------------------------------------------------------------------------------------------
@@ -128,20 +121,16 @@ def tensor_copy(a: Args) -> Compute:
 def memset(a: Args) -> Compute:
     """Fill with a constant of the tile's kind."""
     exact = a.dst.dtype not in INTS or float(a.value).is_integer()
-    need(exact, "dtype", f"{a.value!r} is no value of {a.dst.dtype}")
+    need(exact, "dtype", "{!r} is no value of {}", a.value, a.dst.dtype)
     constant = cast(np.asarray(a.value), NUMPY[a.dst.dtype])
     return lambda: constant
 
 
-_PREDICATE = Tile(dtypes=("uint8", "uint16", "uint32"))
-_SRC = Tile(scalar=True)
-
-
-@instruction("V", special=True, same="dst src predicate", same_dtype="dst src", one_psum="src predicate", dst=OUT, src=_SRC, predicate=_PREDICATE, reverse_pred=False)  # fmt: skip
+@instruction("V", special=True, same="dst src predicate", same_dtype="dst src", one_psum="src predicate", dst=OUT, src=Tile(scalar=True), predicate=Tile(dtypes=("uint8", "uint16", "uint32")), reverse_pred=False)  # fmt: skip
 def tensor_copy_predicated(a: Args) -> Compute:
     """dst = src where the predicate is nonzero (reverse_pred: zero); elsewhere dst stays as it is."""
 
-    def execute(machine: "Machine") -> None:
+    def execute(machine: Machine) -> None:
         chosen = (like(machine.read(a.predicate), a.dst) != 0) != a.reverse_pred
         values = like(machine.read(a.src), a.dst) if isinstance(a.src, NkiTensor) else np.asarray(a.src)
         write_where(machine, a.dst, chosen, values)
@@ -179,28 +168,22 @@ def tensor_scalar(a: Args) -> tuple[Compute, str]:
     given = [v for v in (a.operand0, a.operand1) if isinstance(v, NkiTensor)]
     need_ints(a.op0, a.dst, a.data, *given)
     floats = a.op0.bitvec or errors.compat or all(v.dtype == "float32" for v in given)
-    need(floats, "dtype", f"operand tensors must be float32; got {given}")
+    need(floats, "dtype", "operand tensors must be float32; got {}", given)
     if a.op1 is not None:
         need_alu(a.op1, a.op0.bitvec)
     need(a.op1 is not None or a.operand1 is None, "op", "operand1 is given without op1")
     pair = (a.op0.name, a.op1.name if a.op1 else None)
     need(not a.op0.bitvec or a.engine in (Engine.unknown, Engine.vector), "engine", "bitwise operators run on Vector")
     scalar = a.engine is not Engine.scalar or pair in SCALAR_ENGINE_PAIRS
-    need(scalar, "op", f"the Scalar Engine of trn2 does multiply-add, multiply or add; got {pair}. Use engine.vector")
-    need(a.engine is not Engine.gpsimd or pair == ("rsqrt", None), "op", f"GpSimd does rsqrt only; got {pair}")
+    need(scalar, "op", "the Scalar Engine of trn2 does multiply-add, multiply or add; got {}. Use engine.vector", pair)
+    need(a.engine is not Engine.gpsimd or pair == ("rsqrt", None), "op", "GpSimd does rsqrt only; got {}", pair)
     psum = MemoryRegion.psum in (a.dst.buffer, a.data.buffer)
     fast = {Engine.scalar: "S", Engine.gpsimd: "G", Engine.vector: "V"}
     letter = fast.get(a.engine, "G" if pair[0] == "rsqrt" and not psum else "V")
 
     def compute(x: Array, *rest: Array) -> Array:
-        if a.op0.bitvec:
-            tiles = iter(rest)
-            values = [next(tiles) if isinstance(v, NkiTensor) else v for v in (a.operand0, a.operand1)]
-            p, q = (None if v is None else np.asarray(v).astype(x.dtype) for v in values)
-            p, q = (like(v, a.dst) if v is not None and v.ndim else v for v in (p, q))
-        else:
-            x = f32(x)
-            p, q = operands(rest, a.dst, a.operand0, a.operand1)
+        x = x if a.op0.bitvec else f32(x)
+        p, q = operands(rest, a.dst, a.operand0, a.operand1, kind=x.dtype)
         x = alu(a.op0, like(x, a.dst), p, a.reverse0)
         return x if a.op1 is None else alu(a.op1, x, q, a.reverse1)
 
@@ -231,16 +214,14 @@ def reciprocal(a: Args) -> Compute:
 def tensor_reduce(a: Args) -> Compute:
     """Reduce the trailing free axes."""
     need_alu(a.op, None)
-    need(a.op.identity is not None, "op", f"{a.op} is no reduction")
+    need(a.op.identity is not None, "op", "{} is no reduction", a.op)
     axes = sorted(i % a.data.ndim for i in ([a.axis] if isinstance(a.axis, int) else a.axis))
     trailing = axes and axes == list(range(axes[0], a.data.ndim)) and axes[0] > 0
-    need(
-        trailing, "axis", f"axis {a.axis} must be the last free axes of {a.data} (0 is the partition: transpose first)"
-    )
+    need(trailing, "axis", "axis {} must be the last free axes of {}, never the partition", a.axis, a.data)
     kept = a.data.shape[: axes[0]]
     need_shape("dst", a.dst, kept[0], prod(kept[1:]))
     need_ints(a.op, a.dst, a.data)
-    need(not (a.op.bitvec and a.negate), "op", f"{a.op} cannot be negated")
+    need(not (a.op.bitvec and a.negate), "op", "{} cannot be negated", a.op)
 
     def compute(x: Array) -> Array:
         reduced = fold(a.op, (x if a.op.bitvec else f32(x)).reshape(prod(kept), -1))
@@ -262,11 +243,10 @@ def tensor_scalar_reduce(a: Args) -> Compute:
     return reducing(a, a.reduce_op, a.reduce_cmd, body)
 
 
-_INT_PREDICATE = Tile(dtypes=("int8", "uint8", "int16", "uint16"))
-_NARROW = Tile(dtypes=(*FLOATS, "int16", "uint16", "int8", "uint8"))
+_SMALL = ("int8", "uint8", "int16", "uint16")
 
 
-@instruction("V", special=True, same="dst predicate on_true", one_psum="on_true predicate", dst=OUT, predicate=_INT_PREDICATE, on_true=_NARROW, on_false=ANY_COLUMN, reduce_res=OUT_COLUMN._replace(dtypes=FLOATS), reduce_cmd=reduce_cmd.idle, reduce_op=OPS["maximum"], reverse_pred=False)  # fmt: skip
+@instruction("V", special=True, same="dst predicate on_true", one_psum="on_true predicate", dst=OUT, predicate=Tile(dtypes=_SMALL), on_true=Tile(dtypes=(*FLOATS, *_SMALL)), on_false=ANY_COLUMN, reduce_res=OUT_COLUMN._replace(dtypes=FLOATS), reduce_cmd=reduce_cmd.idle, reduce_op=OPS["maximum"], reverse_pred=False)  # fmt: skip
 def select_reduce(a: Args) -> Compute:
     """dst = on_true where the predicate holds, else on_false; optionally the maximum over the free axes."""
     need_reduce(a.reduce_op, ("maximum",), a.reduce_cmd)
@@ -283,11 +263,11 @@ def range_select(a: Args) -> Compute:
     """Keep elements whose index (range_start + position) satisfies both comparisons; the others become the lowest float32."""
     need_reduce(a.reduce_op, ("maximum",), a.reduce_cmd)
     compares = all(isinstance(c, Op) and c.name in COMPARISONS for c in (a.comp_op0, a.comp_op1))
-    need(compares, "op", f"comparisons are {COMPARISONS}; got {a.comp_op0!r}, {a.comp_op1!r}")
+    need(compares, "op", "comparisons are {}; got {!r}, {!r}", COMPARISONS, a.comp_op0, a.comp_op1)
     lowest = np.float32(FP32_MIN)
-    need(np.float32(a.on_false_value) == lowest, "value", f"on_false_value must be {FP32_MIN}; got {a.on_false_value}")
+    need(np.float32(a.on_false_value) == lowest, "value", "on_false_value is {}, not {}", FP32_MIN, a.on_false_value)
     end = a.range_start + a.on_true_tile.free_size
-    need(end <= 2**24, "value", f"indices reach {end}; float32 counts exactly to 2**24")
+    need(end <= 2**24, "value", "indices reach {}; float32 counts exactly to 2**24", end)
     index = np.arange(a.range_start, end, dtype=np.float32)
 
     def body(x: Array, low: Array, high: Array) -> Array:
@@ -295,15 +275,6 @@ def range_select(a: Args) -> Compute:
         return np.where(keep, line(f32(x)), lowest).reshape(a.dst.shape)
 
     return reducing(a, a.reduce_op, a.reduce_cmd, body)
-
-
-def scan(state: Array, x: Array, step: Callable[[Array, Array, int], Array]) -> tuple[Array, Array]:
-    """state = step(x[:, i], state, i) along the free elements; all states [P, N] and the last."""
-    columns = line(x).T
-    result = np.empty(columns.shape, np.float32)
-    for i in range(len(columns)):
-        state = result[i] = step(columns[i], state, i)
-    return result.T, state
 
 
 @instruction("V", same="dst data0 data1", one_psum="data0 data1", dst=OUT, data0=IN, data1=IN, initial=ANY_COLUMN, op0=REQUIRED, op1=REQUIRED, reverse0=False, reverse1=False)  # fmt: skip
@@ -323,29 +294,13 @@ def tensor_tensor_scan(a: Args) -> Compute:
             and (x == neutral).all()
         ):
             return a.op1.alu.accumulate(np.vstack([first, other]), axis=0)[1:].T  # a cumulative sum, in the same order
-        step = lambda v, state, i: alu(a.op1, alu(a.op0, v, state, a.reverse0), other[i], a.reverse1)  # noqa: E731
-        return scan(first, f32(x), step)[0]
+        columns, state = f32(line(x)).T, first
+        result = np.empty(columns.shape, np.float32)
+        for i, column in enumerate(columns):
+            state = result[i] = alu(a.op1, alu(a.op0, column, state, a.reverse0), other[i], a.reverse1)
+        return result.T
 
     return compute
-
-
-_SHORT = Tile(dtypes=(*FLOATS, "int16", "uint16", "int8", "uint8"))
-
-
-@instruction("V", special=True, same="dst src", dst=_SHORT._replace(write=True), src=_SHORT, op0=REQUIRED, op1=REQUIRED, imm0=COLUMN, imm1=COLUMN._replace(optional=True), reduce_cmd=reduce_cmd.reset_reduce)  # fmt: skip
-def tensor_scalar_cumulative(a: Args) -> Compute:
-    """r[i] = (src[i] <op0> imm0) <op1> r[i-1], starting from the reduce registers."""
-    need_alu(a.op0)
-    need_reduce(a.op1, ("add", "subtract", "multiply", "maximum", "minimum"), a.reduce_cmd, a.imm1)
-
-    def execute(machine: "Machine") -> None:
-        imm0 = (machine.read(a.imm0),) if isinstance(a.imm0, NkiTensor) else ()
-        x = alu(a.op0, f32(machine.read(a.src)), operands(imm0, a.src, a.imm0)[0])
-        lanes = registers(machine, a.op1, a.reduce_cmd, a.imm1)
-        values, lanes[:] = scan(lanes.copy(), x, lambda v, state, _: alu(a.op1, v, state))
-        machine.write(a.dst, values)
-
-    return execute
 
 
 # -- statistics, search, shuffle --------------------------------------------------------------------------------------
@@ -353,11 +308,7 @@ def tensor_scalar_cumulative(a: Args) -> Compute:
 def bn_stats(a: Args) -> Compute:
     """Count, mean and variance * count of the even elements of each partition, then of the odd ones."""
     n, limit = a.data.free_size, BN_STATS_FREE
-    need(
-        n <= limit,
-        "bn-stats-free",
-        f"{n} elements per partition, at most {limit}; call it per slice and bn_aggr over all",
-    )
+    need(n <= limit, "bn-stats-free", "{} elements per partition, at most {}; bn_aggr joins slices", n, limit)
     need_shape("dst", a.dst, a.data.shape[0], 6)
 
     def compute(x: Array) -> Array:
@@ -374,7 +325,7 @@ def bn_stats(a: Args) -> Compute:
 @instruction("V", dst=OUT, data=IN)
 def bn_aggr(a: Args) -> Compute:
     """Mean and variance from (count, mean, variance * count) triples."""
-    need(a.data.free_size % 3 == 0, "shape", f"data {a.data} must hold triples (count, mean, variance * count)")
+    need(a.data.free_size % 3 == 0, "shape", "data {} must hold triples (count, mean, variance * count)", a.data)
     need_shape("dst", a.dst, a.data.shape[0], 2)
 
     def compute(x: Array) -> Array:
@@ -389,7 +340,7 @@ def bn_aggr(a: Args) -> Compute:
 
 def _searchable(view: NkiTensor) -> None:
     n = view.free_size
-    need(8 <= n <= 16384, "search-size", f"{n} elements per partition; 8 to 16384 can be searched")
+    need(8 <= n <= 16384, "search-size", "{} elements per partition; 8 to 16384 can be searched", n)
 
 
 @instruction("V", dst=OUT, src=IN)
@@ -397,20 +348,19 @@ def max8(a: Args) -> Compute:
     """The eight largest values of each partition, descending."""
     _searchable(a.src)
     need_shape("dst", a.dst, a.src.shape[0], 8)
-    return lambda x: -np.sort(-line(f32(x)), axis=1)[:, :8]
+    return lambda x: -np.sort(np.partition(-line(f32(x)), 7, axis=1)[:, :8], axis=1)
 
 
 def _matches(x: Array, vals: Array, order: range) -> Array:
     """Positions [P, 8] of vals in x, each occurrence taken once, duplicates in `order`; -1 (all ones) where there is none."""
-    free = np.ones(x.shape, bool)
-    found = np.full(vals.shape, -1, np.int64)
+    x, found = x.copy(), np.full(vals.shape, -1, np.int64)
     lanes = np.arange(len(x))
     for k in order:
-        hit = (x == vals[:, k : k + 1]) & free
+        hit = x == vals[:, k : k + 1]
         at = np.argmax(hit, axis=1)
         there = hit[lanes, at]
         found[there, k] = at[there]
-        free[lanes[there], at[there]] = False
+        x[lanes[there], at[there]] = np.nan  # taken
     return found
 
 
@@ -444,15 +394,15 @@ def nc_stream_shuffle(a: Args) -> Compute:
     """Within each 32 partitions, dst partition i takes src partition mask[i]; 255 leaves it as it is."""
     mask = np.array([int(m) for m in a.shuffle_mask])
     valid = len(mask) == 32 and all(0 <= m < 32 or m == 255 for m in mask)
-    need(valid, "shuffle-mask", f"the mask has 32 entries, 0..31 or 255; got {list(mask)}")
+    need(valid, "shuffle-mask", "the mask has 32 entries, 0..31 or 255; got {}", list(mask))
     need_shape("dst", a.dst, a.dst.shape[0], a.src.free_size)
     lanes = np.arange(a.dst.shape[0])
     wanted = mask[lanes % 32]
     source, keep = lanes // 32 * 32 + wanted, wanted == 255
     inside = keep | (source < a.src.shape[0])
-    need(inside.all(), "shuffle-mask", f"the mask takes partition {source.max(where=~keep, initial=0)} of {a.src}")
+    need(inside.all(), "shuffle-mask", "the mask takes partition {} of {}", source.max(where=~keep, initial=0), a.src)
 
-    def execute(machine: "Machine") -> None:
+    def execute(machine: Machine) -> None:
         values = line(machine.read(a.src))[np.where(keep, 0, source)].reshape(a.dst.shape)
         chosen = np.broadcast_to(~keep.reshape(-1, *(1,) * (a.dst.ndim - 1)), a.dst.shape)
         write_where(machine, a.dst, chosen, values)
