@@ -57,12 +57,12 @@ def test_rope_runs_eagerly_and_compiled() -> None:
 
 def test_kernels_that_return_zeros_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     neuron.register("cpu")
-    real = neuron.run
+    real = stub.wrap_nki.__call__
 
     def zeros(*args: object, **kwargs: object) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.zeros_like(t) for t in real(*args, **kwargs))
+        return tuple(torch.zeros_like(t) for t in real(*args, **kwargs))  # type: ignore[arg-type]
 
-    monkeypatch.setattr(neuron, "run", zeros)
+    monkeypatch.setattr(stub.wrap_nki, "__call__", zeros)
     with pytest.raises(RuntimeError, match=r"self-check: the kernels' y .*\(all zeros\).*Found nki .*neuronx-cc"):
         neuron.self_check("cpu")
 

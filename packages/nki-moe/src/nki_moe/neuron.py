@@ -4,7 +4,9 @@ What torch_neuronx asks of such a function (2.14, from AWS's documentation): eve
 its own fake implementation; what is no tensor is a hashable constant; gradients are ours to register.
 """
 
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -54,57 +56,21 @@ def _define() -> None:
 
     from nki_moe.experts import launch
 
-    def forward(
-        x: Tensor,
-        counts_E: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        w3: Tensor,
-        order_R: Tensor | None,
-        scores_TK: Tensor | None,
-        save: bool,
-    ) -> tuple[Tensor, Tensor]:
-        return launch.forward(x, counts_E, w1, w2, w3, order_R, scores_TK, save, run)
+    def register(name: str) -> Any:
+        return torch_neuronx.nki_op(f"nki_moe::{name}_nki", mutates_args={})
 
-    def backward_data(
-        dy: Tensor,
-        counts_E: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        w3: Tensor,
-        order_R: Tensor | None,
-        scores_TK: Tensor | None,
-        saved: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return launch.backward_data(dy, counts_E, w1, w2, w3, order_R, scores_TK, saved, run)
-
-    def backward_weights(
-        dy: Tensor,
-        x: Tensor,
-        counts_E: Tensor,
-        order_R: Tensor | None,
-        scores_TK: Tensor | None,
-        saved: Tensor,
-        dgu: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return launch.backward_weights(dy, x, counts_E, order_R, scores_TK, saved, dgu, run)
-
+    @register("rope")
     def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
         return rope.launch(q, k, cos, sin, inverse, run)
 
-    for name, function in (
-        ("grouped_mlp_nki", forward),
-        ("grouped_mlp_backward_data_nki", backward_data),
-        ("grouped_mlp_backward_weights_nki", backward_weights),
-        ("rope_nki", turn),
-    ):
-        torch_neuronx.nki_op(f"nki_moe::{name}", mutates_args={})(function)
-    ops = torch.ops.nki_moe
-    setup, backward = experts.differentiate(
-        experts.Ops(ops.grouped_mlp_nki, ops.grouped_mlp_backward_data_nki, ops.grouped_mlp_backward_weights_nki)
+    work = SimpleNamespace(
+        forward=partial(launch.forward, run=run),
+        backward_data=partial(launch.backward_data, run=run),
+        backward_weights=partial(launch.backward_weights, run=run),
     )
+    setup, backward = experts.differentiate(experts.define(register, lambda _: work))
     torch.library.register_autograd("nki_moe::grouped_mlp_nki", backward, setup_context=setup)
-    setup, backward = rope.differentiate(ops.rope_nki)
+    setup, backward = rope.differentiate(turn)
     torch.library.register_autograd("nki_moe::rope_nki", backward, setup_context=setup)
 
 

@@ -89,75 +89,59 @@ def implementation(device_type: str) -> ModuleType:
     return launch
 
 
-@torch.library.custom_op("nki_moe::grouped_mlp", mutates_args=())
-def forward(
-    x: Tensor,
-    counts_E: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    w3: Tensor,
-    order_R: Tensor | None,
-    scores_TK: Tensor | None,
-    save: bool,
-) -> tuple[Tensor, Tensor]:
-    """y and what backward needs (empty unless `save`); fused when order_R and scores_TK are given."""
-    return implementation(x.device.type).forward(x, counts_E, w1, w2, w3, order_R, scores_TK, save)
-
-
-@torch.library.custom_op("nki_moe::grouped_mlp_backward_data", mutates_args=())
-def backward_data(
-    dy: Tensor,
-    counts_E: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    w3: Tensor,
-    order_R: Tensor | None,
-    scores_TK: Tensor | None,
-    saved: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dscores_TK (empty unless fused) and the gradients of gate and up."""
-    return implementation(dy.device.type).backward_data(dy, counts_E, w1, w2, w3, order_R, scores_TK, saved)
-
-
-@torch.library.custom_op("nki_moe::grouped_mlp_backward_weights", mutates_args=())
-def backward_weights(
-    dy: Tensor,
-    x: Tensor,
-    counts_E: Tensor,
-    order_R: Tensor | None,
-    scores_TK: Tensor | None,
-    saved: Tensor,
-    dgu: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dw1_EFD, dw2_EDF, dw3_EFD."""
-    return implementation(dy.device.type).backward_weights(dy, x, counts_E, order_R, scores_TK, saved, dgu)
-
-
-@forward.register_fake
-def _(x, counts_E, w1, w2, w3, order_R, scores_TK, save):  # type: ignore[no-untyped-def]
-    rows = x.shape[0] if order_R is None else order_R.shape[0]
-    shape = implementation(x.device.type).saved_shape(rows, w1.shape[0], w1.shape[1])
-    return x.new_empty(x.shape), x.new_empty(shape if save else (0,))
-
-
-@backward_data.register_fake
-def _(dy, counts_E, w1, w2, w3, order_R, scores_TK, saved):  # type: ignore[no-untyped-def]
-    dscores = dy.new_empty((0,)) if scores_TK is None else torch.empty_like(scores_TK)
-    return dy.new_empty(dy.shape), dscores, saved.new_empty((2, *saved.shape[1:]))
-
-
-@backward_weights.register_fake
-def _(dy, x, counts_E, order_R, scores_TK, saved, dgu):  # type: ignore[no-untyped-def]
-    E, D, F = counts_E.shape[0], dy.shape[1], saved.shape[2]
-    return dy.new_empty((E, F, D)), dy.new_empty((E, D, F)), dy.new_empty((E, F, D))
-
-
 class Ops(NamedTuple):
     """The three operators of one backend."""
 
     forward: Callable[..., Any]
     backward_data: Callable[..., Any]
     backward_weights: Callable[..., Any]
+
+
+def define(register: Callable[[str], Callable[..., Any]], work: Callable[[str], Any]) -> Ops:
+    """The operators of one backend: register(name) decorates an annotated function; work(device type) has the functions that do the work."""
+
+    @register("grouped_mlp")
+    def forward(
+        x: Tensor,
+        counts_E: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        w3: Tensor,
+        order_R: Tensor | None,
+        scores_TK: Tensor | None,
+        save: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """y and what backward needs (empty unless `save`); fused when order_R and scores_TK are given."""
+        return work(x.device.type).forward(x, counts_E, w1, w2, w3, order_R, scores_TK, save)
+
+    @register("grouped_mlp_backward_data")
+    def backward_data(
+        dy: Tensor,
+        counts_E: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        w3: Tensor,
+        order_R: Tensor | None,
+        scores_TK: Tensor | None,
+        saved: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dx, dscores_TK (empty unless fused) and the gradients of gate and up."""
+        return work(dy.device.type).backward_data(dy, counts_E, w1, w2, w3, order_R, scores_TK, saved)
+
+    @register("grouped_mlp_backward_weights")
+    def backward_weights(
+        dy: Tensor,
+        x: Tensor,
+        counts_E: Tensor,
+        order_R: Tensor | None,
+        scores_TK: Tensor | None,
+        saved: Tensor,
+        dgu: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dw1_EFD, dw2_EDF, dw3_EFD."""
+        return work(dy.device.type).backward_weights(dy, x, counts_E, order_R, scores_TK, saved, dgu)
+
+    return Ops(forward, backward_data, backward_weights)
 
 
 def differentiate(ops: Ops) -> tuple[Callable[..., None], Callable[..., Any]]:
@@ -183,8 +167,30 @@ def differentiate(ops: Ops) -> tuple[Callable[..., None], Callable[..., Any]]:
     return setup_context, backward
 
 
+forward, backward_data, backward_weights = define(
+    lambda name: torch.library.custom_op(f"nki_moe::{name}", mutates_args=()), implementation
+)
 _setup_context, _backward = differentiate(Ops(forward, backward_data, backward_weights))
-forward.register_autograd(_backward, setup_context=_setup_context)
+torch.library.register_autograd("nki_moe::grouped_mlp", _backward, setup_context=_setup_context)
+
+
+@torch.library.register_fake("nki_moe::grouped_mlp")
+def _(x, counts_E, w1, w2, w3, order_R, scores_TK, save):  # type: ignore[no-untyped-def]
+    rows = x.shape[0] if order_R is None else order_R.shape[0]
+    shape = implementation(x.device.type).saved_shape(rows, w1.shape[0], w1.shape[1])
+    return x.new_empty(x.shape), x.new_empty(shape if save else (0,))
+
+
+@torch.library.register_fake("nki_moe::grouped_mlp_backward_data")
+def _(dy, counts_E, w1, w2, w3, order_R, scores_TK, saved):  # type: ignore[no-untyped-def]
+    dscores = dy.new_empty((0,)) if scores_TK is None else torch.empty_like(scores_TK)
+    return dy.new_empty(dy.shape), dscores, saved.new_empty((2, *saved.shape[1:]))
+
+
+@torch.library.register_fake("nki_moe::grouped_mlp_backward_weights")
+def _(dy, x, counts_E, order_R, scores_TK, saved, dgu):  # type: ignore[no-untyped-def]
+    E, D, F = counts_E.shape[0], dy.shape[1], saved.shape[2]
+    return dy.new_empty((E, F, D)), dy.new_empty((E, D, F)), dy.new_empty((E, F, D))
 
 
 def _validate(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> None:
