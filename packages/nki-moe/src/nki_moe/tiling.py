@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 TILE, BLOCK = 512, 128
-TAIL_ROWS = (32, 64, 128, 256, 384, 512)  # below 64 rows a matmul takes as long as with 64, but DMA does not
+TAIL_ROWS = (32, 64, 128, 192, 256, 320, 384, 512)  # below 64 rows a matmul takes as long as with 64, but DMA does not
 # A row of the plan: first row, first column, then how often each loop of an expert runs.
 FULL, PAIRS, ODD = 2, 3, 4  # full tiles; or pairs of them and one more
 TAILS = 5  # a tail tile of each size; the same where it is an expert's only tile, and where it is not

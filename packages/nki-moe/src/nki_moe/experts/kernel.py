@@ -310,10 +310,10 @@ def backward_weights(
 
             def operands(at: Tile) -> list[tuple[Any, Any]]:
                 x_sb, dy_sb = at.read(x), at.read(dy)
-                dg, du = (Features(at.recall_transposed(dkept, i, f0, Fs)) for i in (0, 1))
-                h = Features(at.recall_transposed(kept, 2, f0, Fs))
+                dg, du = (Features(at, at.recall_transposed(dkept, i, f0, Fs)) for i in (0, 1))
+                h = Features(at, at.recall_transposed(kept, 2, f0, Fs))
                 at.weigh(x_sb, dy_sb, real, scale, score_rows)
-                return [(dg, Rows(x_sb)), (Rows(dy_sb), h), (du, Rows(x_sb))]
+                return [(dg, Rows(at, x_sb)), (Rows(at, dy_sb), h), (du, Rows(at, x_sb))]
 
             def store(i: int, m: int, out_sb: Any) -> None:
                 dw, width, first, _, n = results[i]
@@ -494,7 +494,11 @@ class Tile:
     def __init__(self, walk: Walk, expert: Expert, n: int, tail: bool, row: Any, column: Any) -> None:
         self.walk, self.expert, self.n, self.tail, self.row, self.column = walk, expert, n, tail, row, column
         self.p = min(n, P)
-        self.blocks = n // self.p
+        self.blocks = -(-n // P)
+
+    def size(self, block: int) -> int:
+        """Rows of a block: P, or what is left for the last."""
+        return min(P, self.n - block * P)
 
     # -- rows, in HBM as (rows, features) ------------------------------------------------------------------------------
     def rows(self, tensor: Any, pattern: list[list[int]], offset: int = 0) -> Any:
@@ -522,7 +526,9 @@ class Tile:
             nisa.dma_copy(x_sb, self.rows(x, [[D, p], [p * D, self.blocks], [1, D]]))
             return x_sb
         for b in range(self.blocks):
-            nisa.dma_copy(x_sb[:, b, :], x.ap([[D, p], [1, D]], vector_offset=index_sb[:, b : b + 1], indirect_dim=0))
+            index = index_sb[: self.size(b), b : b + 1]
+            rows = x.ap([[D, self.size(b)], [1, D]], vector_offset=index, indirect_dim=0)
+            nisa.dma_copy(x_sb[: self.size(b), b, :], rows)
         return x_sb
 
     def read_transposed(self, x: Any) -> Any:
@@ -535,8 +541,9 @@ class Tile:
         elif x.dtype == nl.float32:  # DMA gathers and transposes two-byte types at once, wider ones in two steps
             x_sb = self.read(x)
             for b in range(self.blocks):
-                block_sb = xT_sb[:, :, b * P : b * P + self.p]
-                nisa.dma_transpose(dst=block_sb, src=x_sb[:, b, :].reshape_dim(1, (D // P, P)))
+                size = self.size(b)
+                block_sb = xT_sb[:, :, b * P : b * P + size]
+                nisa.dma_transpose(dst=block_sb, src=x_sb[:size, b, :].reshape_dim(1, (D // P, P)))
         else:
             nisa.dma_transpose(dst=xT_sb, src=x.ap(pattern, vector_offset=self.indices(), indirect_dim=0))
         return xT_sb
@@ -550,7 +557,7 @@ class Tile:
         index_sb = nl.ndarray((p, self.blocks), nl.int32, buffer=nl.sbuf)
         nisa.dma_copy(index_sb, self.expert.of(self.walk.store, [[1, p], [P, self.blocks]]))
         for b in range(self.blocks):
-            scatter(y, d0, y_sb[:, b, :], index_sb[:, b : b + 1])
+            scatter(y, d0, y_sb[: self.size(b), b, :], index_sb[: self.size(b), b : b + 1])
 
     # -- what passes keep, in HBM as (kinds x P, C, F / P): tile by tile, each partition's features and rows end to end ----------
     def kept(self, kept: Any, kind: int, f0: int, features: int) -> Any:
@@ -576,9 +583,13 @@ class Tile:
         value_sb = nl.ndarray((self.p, features // P, self.blocks, P), kept.dtype, buffer=nl.sbuf)
         _, C, blocks = kept.shape
         pitch, n = C * blocks, self.n
-        pattern = [[pitch, P], [n, features // P], [P, self.blocks], [1, self.p]]
         offset = kind * P * pitch + f0 // P * n
-        nisa.dma_transpose(dst=value_sb, src=kept.ap(pattern, offset=offset, scalar_offset=self.column, indirect_dim=1))
+        even = n // self.p  # blocks of p rows; then one of fewer
+        for first, blocks, size in ((0, even, self.p), (even, 1, n - even * self.p)):
+            if size:
+                pattern = [[pitch, P], [n, features // P], [P, blocks], [1, size]]
+                part = kept.ap(pattern, offset=offset + first * P, scalar_offset=self.column, indirect_dim=1)
+                nisa.dma_transpose(dst=value_sb[:size, :, first : first + blocks, :], src=part)
         return value_sb
 
     # -- one number a row -------------------------------------------------------------------------------------------------
@@ -598,29 +609,31 @@ class Tile:
             factor_sb = nl.ndarray((self.p, self.blocks), nl.float32, buffer=nl.sbuf)
             nisa.dma_copy(factor_sb, self.per_row(score_rows, scale, [[1, self.p], [P, self.blocks]]))
             for b in range(self.blocks) if self.walk.fused else (self.blocks - 1,):
-                nisa.tensor_scalar(dy_sb[:, b, :], dy_sb[:, b, :], nl.multiply, factor_sb[:, b : b + 1])
+                row_sb = dy_sb[: self.size(b), b, :]
+                nisa.tensor_scalar(row_sb, row_sb, nl.multiply, factor_sb[: self.size(b), b : b + 1])
         if self.tail:
-            last, real_sb = self.blocks - 1, nl.ndarray((self.p, 1), nl.float32, buffer=nl.sbuf)
-            nisa.dma_copy(real_sb, self.expert.of(real, [[1, self.p], [1, 1]], last * P))
-            nisa.tensor_scalar(x_sb[:, last, :], x_sb[:, last, :], nl.multiply, real_sb)
+            last = self.blocks - 1
+            size = self.size(last)
+            real_sb, row_sb = nl.ndarray((size, 1), nl.float32, buffer=nl.sbuf), x_sb[:size, last, :]
+            nisa.dma_copy(real_sb, self.expert.of(real, [[1, size], [1, 1]], last * P))
+            nisa.tensor_scalar(row_sb, row_sb, nl.multiply, real_sb)
 
 
 class Rows:
-    """A matmul operand that contracts rows: (p, blocks, D) in SBUF."""
+    """A matmul operand that contracts the rows of a tile: (p, blocks, D) in SBUF."""
 
-    def __init__(self, value_sb: Any) -> None:
-        self.value_sb = value_sb
+    def __init__(self, at: Tile, value_sb: Any) -> None:
+        self.at, self.value_sb = at, value_sb
 
     def part(self, block: int, start: int, size: int) -> Any:
-        return self.value_sb[:, block, start : start + size]
+        return self.value_sb[: self.at.size(block), block, start : start + size]
 
 
 class Features(Rows):
     """The same for what was kept: (p, F / P, blocks, P)."""
 
     def part(self, block: int, start: int, size: int) -> Any:
-        part_sb = self.value_sb[:, start // P : (start + size) // P, block, :]
-        return part_sb
+        return self.value_sb[: self.at.size(block), start // P : (start + size) // P, block, :]
 
 
 def outer_product(left: Rows, right: Rows, m: int, width: int, blocks: int) -> Iterator[tuple[int, Any]]:
@@ -635,20 +648,19 @@ def outer_product(left: Rows, right: Rows, m: int, width: int, blocks: int) -> I
 
 def product(pairs: tuple[tuple[Any, Any], ...], n: int, width: int, dtype: Any) -> Any:
     """sum of left^T right over pairs of (P, K / P, n) and (P, K / P, width): rows on partitions, (p, blocks, width)."""
-    p = min(n, P)
-    y_sb = nl.ndarray((p, n // p, width), dtype, buffer=nl.sbuf)
-    for b in range(n // p):
+    y_sb = nl.ndarray((min(n, P), -(-n // P), width), dtype, buffer=nl.sbuf)
+    for b in range(y_sb.shape[1]):
+        rows = min(P, n - b * P)
         for d in range(0, width, BANK):
             size = min(BANK, width - d)
-            y_ps = nl.ndarray((p, size), nl.float32, buffer=nl.psum)
+            y_ps = nl.ndarray((rows, size), nl.float32, buffer=nl.psum)
             started = False
             for left_sb, right_sb in pairs:
                 for k in range(left_sb.shape[1]):
-                    nisa.nc_matmul(
-                        y_ps, left_sb[:, k, b * P : b * P + p], right_sb[:, k, d : d + size], accumulate=started
-                    )
+                    part_sb = left_sb[:, k, b * P : b * P + rows]
+                    nisa.nc_matmul(y_ps, part_sb, right_sb[:, k, d : d + size], accumulate=started)
                     started = True
-            empty(y_sb[:, b, d : d + size], y_ps, b + d // BANK)
+            empty(y_sb[:rows, b, d : d + size], y_ps, b + d // BANK)
     return y_sb
 
 
