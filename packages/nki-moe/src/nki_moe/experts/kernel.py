@@ -315,20 +315,29 @@ def backward_weights(
                 at.weigh(x_sb, dy_sb, real, scale, score_rows)
                 return [(dg, Rows(at, x_sb)), (Rows(at, dy_sb), h), (du, Rows(at, x_sb))]
 
-            def store(i: int, m: int, out_sb: Any) -> None:
+            def groups(i: int) -> Iterator[tuple[int, int]]:
+                """As many pieces of 128 rows as make a store of about a row of D: (first, how many)."""
+                *_, pieces, n = results[i]
+                size = max(1, D // n)
+                yield from ((m, min(size, pieces - m)) for m in range(0, pieces, size))
+
+            def store(i: int, m: int, count: int, out_sb: Any) -> None:
                 dw, width, first, _, n = results[i]
-                nisa.dma_copy(expert.of(dw, [[width, P], [1, n]], first + m * P * width), out_sb)
+                pattern = [[width, P], [P * width, count], [1, n]]
+                nisa.dma_copy(expert.of(dw, pattern, first + m * P * width), out_sb)
 
             def alone(at: Tile) -> Callable[[], None]:
                 pairs = operands(at)
 
                 def compute() -> None:
                     for i, (left, right) in enumerate(pairs):
-                        for m in range(results[i][3]):
-                            out_sb = nl.ndarray((P, results[i][4]), dtype, buffer=nl.sbuf)
-                            for n, part_ps in outer_product(left, right, m, results[i][4], at.blocks):
-                                empty(out_sb[:, n : n + part_ps.shape[1]], part_ps, m + n // BANK)
-                            store(i, m, out_sb)
+                        width = results[i][4]
+                        for first, count in groups(i):
+                            out_sb = nl.ndarray((P, count, width), dtype, buffer=nl.sbuf)
+                            for m in range(count):
+                                for n, part_ps in outer_product(left, right, first + m, width, at.blocks):
+                                    empty(out_sb[:, m, n : n + part_ps.shape[1]], part_ps, m + n // BANK)
+                            store(i, first, count, out_sb)
 
                 return compute
 
@@ -352,16 +361,16 @@ def backward_weights(
                         nisa.memset(sum_sb[:, m, :], 0.0, engine=nisa.engine.gpsimd)
 
             def end(_: Any) -> None:
-                for i, (*_rest, rows_of, n) in enumerate(results):
-                    for m in range(rows_of):
-                        out_sb = nl.ndarray((P, n), dtype, buffer=nl.sbuf)
-                        nisa.activation(out_sb, nl.copy, sum_sbs[i][:, m, :])
-                        store(i, m, out_sb)
+                for i, sum_sb in enumerate(sum_sbs):
+                    for m, count in groups(i):
+                        out_sb = nl.ndarray((P, count, results[i][4]), dtype, buffer=nl.sbuf)
+                        nisa.activation(out_sb, nl.copy, sum_sb[:, m : m + count, :])
+                        store(i, m, count, out_sb)
 
             def nothing(_: Any) -> None:
-                for i, (*_rest, rows_of, n) in enumerate(results):
-                    for m in range(rows_of):
-                        store(i, m, zero_sb[:, 0:n])
+                for i in range(len(results)):
+                    for m, count in groups(i):
+                        store(i, m, count, zero_sb[:, 0 : count * results[i][4]])
 
             walk.loop(NONE, nothing)
             walk.tails(expert, alone, TAILS_ALONE)
