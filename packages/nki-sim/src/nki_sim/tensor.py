@@ -191,15 +191,19 @@ class NkiTensor:
                     view = view.slice(dim, start or 0, n if stop is None else stop, k.step or 1)
                 dim += 1
             elif isinstance(k, DynamicSlice):
-                known = not isinstance(k.start, (VirtualRegister, NkiTensor))
-                view = view.slice(dim, k.start, k.start + k.size) if known else view._dynamic(dim, k.start, k.size)
-                dim += 1
+                view, dim = view._from(dim, k.start, k.size), dim + 1
             else:
-                known = not isinstance(k, (VirtualRegister, NkiTensor))
-                at = int(k) + n * (int(k) < 0) if known else 0
-                view = view.slice(dim, at, at + 1) if known else view._dynamic(dim, k, 1)
-                view, dim = view._drop(dim)
+                at = k if isinstance(k, (VirtualRegister, NkiTensor)) else int(k) + n * (int(k) < 0)
+                view, dim = view._from(dim, at, 1)._drop(dim)
         return view
+
+    def _from(self, dim: int, start: Any, size: int) -> "NkiTensor":
+        """`size` elements from a number, or from one that the device knows."""
+        if not isinstance(start, (VirtualRegister, NkiTensor)):
+            return self.slice(dim, start, start + size)
+        need(self.indirect_index is None, "view", "{} is already indirect; one run-time address per view", self)
+        index = Indirect("scalar", start, self.strides[dim], dim)
+        return self._replace(dim, (size,), (self.strides[dim],), index=index)
 
     def _drop(self, dim: int) -> "tuple[NkiTensor, int]":
         """Without a dimension of size 1, unless it must stay, and the next dimension to index."""
@@ -217,14 +221,8 @@ class NkiTensor:
 
     def select(self, dim: int, index: Any) -> "NkiTensor":
         """One element along a dimension, which disappears; the index may be on the device."""
-        known = isinstance(index, int)
-        dim = self._dim(dim, free=not known)
-        return (self.slice(dim, index, index + 1) if known else self._dynamic(dim, index, 1))._drop(dim)[0]
-
-    def _dynamic(self, dim: int, start: Any, size: int) -> "NkiTensor":
-        need(self.indirect_index is None, "view", "{} is already indirect; one run-time address per view", self)
-        index = Indirect("scalar", start, self.strides[dim], dim)
-        return self._replace(dim, (size,), (self.strides[dim],), index=index)
+        dim = self._dim(dim, free=not isinstance(index, int))
+        return self._from(dim, index, 1)._drop(dim)[0]
 
     def vector_select(self, dim: int, vector_offset: "NkiTensor") -> "NkiTensor":
         """Row index[p] of dimension 0 for each partition p."""
