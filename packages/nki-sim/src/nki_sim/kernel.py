@@ -59,8 +59,11 @@ class Kernel:
         bound = signature.bind(*args, **kwargs)
         lists = [n for n, v in bound.arguments.items() if isinstance(v, list)]
         if (only or lists) and not errors.compat:
-            found = f"keyword-only parameters {only}" if only else f"lists for {lists}; pass tuples"
-            refuse("signature", f"NKI kernels take no {found}", self.where)
+            refuse(
+                "signature",
+                f"NKI kernels take no keyword-only parameters {only}, no lists {lists} (but tuples)",
+                self.where,
+            )
         return bound
 
     @property

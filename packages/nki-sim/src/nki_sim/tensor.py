@@ -42,7 +42,7 @@ class Storage:
     buffer: MemoryRegion
     name: str
     where: Where | None
-    address: tuple[int, int] | None = None
+    address: Any = None  # (partition, byte)
     constant: np.ndarray | None = None
     first: int | None = None
     last: int | None = None
@@ -105,7 +105,8 @@ class NkiTensor:
     def __init__(
         self, storage: Storage, shape: Any, strides: Any, offset: int, dtype: DType, index: Indirect | None
     ) -> None:
-        self.storage, self.offset, self.dtype, self.indirect_index = storage, offset, dtype, index
+        self.storage, self.offset, self.dtype = storage, offset, dtype
+        self.indirect_index: Any = index
         self.shape, self.strides = tuple(shape), tuple(strides)
 
     # -- what it is ---------------------------------------------------------------------------------------------------
@@ -193,8 +194,8 @@ class NkiTensor:
             elif isinstance(k, DynamicSlice):
                 view, dim = view._from(dim, k.start, k.size), dim + 1
             else:
-                at = k if isinstance(k, (VirtualRegister, NkiTensor)) else int(k) + n * (int(k) < 0)
-                view, dim = view._from(dim, at, 1)._drop(dim)
+                known = not isinstance(k, (VirtualRegister, NkiTensor))
+                view, dim = view._from(dim, k % n if known and -n <= k < n else k, 1)._drop(dim)
         return view
 
     def _from(self, dim: int, start: Any, size: int) -> "NkiTensor":

@@ -62,7 +62,6 @@ def need_ints(op: Op, *views: NkiTensor) -> None:
 
 def fold(op: Op, x: Array) -> Array:
     """Reduce the free axes: [P]."""
-    assert op.alu is not None
     return op.alu.reduce(line(x), axis=1) if isinstance(op.alu, np.ufunc) else reduce(op.alu, line(x).T)
 
 
