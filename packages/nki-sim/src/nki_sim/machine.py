@@ -5,7 +5,7 @@ Cores are generators that stop where they meet (core_barrier, sendrecv), so an o
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,9 +13,6 @@ from nki_sim.dtypes import NUMPY, cast
 from nki_sim.errors import NkiError, Where, doing, refuse
 from nki_sim.program import Block, CoreProgram, Instr, Loop
 from nki_sim.tensor import MemoryRegion, NkiTensor, Storage, VirtualRegister
-
-if TYPE_CHECKING:
-    from nki_sim.schedule import Recorder
 
 ORDERS = ("core0", "core1", "alternate")
 MEETINGS = ("core_barrier", "sendrecv")
@@ -77,7 +74,7 @@ class Cell:
 class Machine:
     """Executes the programs of one or two cores. `observe` sees each instruction after it ran."""
 
-    def __init__(self, cores: list[CoreProgram], inputs: list[Array], observe: "Recorder | None" = None) -> None:
+    def __init__(self, cores: list[CoreProgram], inputs: list[Array], observe: Any = None) -> None:
         self.cores, self.observe, self.core = cores, observe, 0
         self.instr = Instr("", "", {}, (), (), None, None)  # being executed
         self.cells: dict[tuple[int | str, int], Cell] = {}

@@ -46,8 +46,10 @@ def check_address(storage: Storage) -> None:
     size = SBUF_BYTES if storage.buffer is MemoryRegion.sbuf else CAPACITY[MemoryRegion.psum]
     if not (0 <= part <= PARTITIONS - storage.shape[0] and 0 <= byte <= size - storage.pitch):
         found = f"{storage} of {storage.pitch} bytes per partition at (partition {part}, byte {byte})"
-        rule = "capacity" if storage.address is None else "address"
-        refuse(rule, f"{found} leaves {storage.buffer.value}, {PARTITIONS} x {size}")
+        refuse(
+            "address" if storage.address else "capacity",
+            f"{found} leaves {storage.buffer.value}, {PARTITIONS} x {size}",
+        )
 
 
 def _peak(block: Block, region: MemoryRegion) -> tuple[list[Storage], int]:

@@ -66,10 +66,9 @@ class VirtualRegister:
         self.number = number
 
     def _no(self, *_: object) -> NoReturn:
+        why = "device-value: a register's value is unknown while tracing: Python cannot branch on, convert or compute with it"
         raise TypeError(
-            "device-value: a register's value is not known while the kernel is traced: Python cannot branch on it, convert it "
-            "or compute with it (only 0.7 traces arithmetic). Use nl.fori_loop or nl.while_loop, pass it as a scalar_offset, "
-            "or compute in SBUF and nisa.register_load the result"
+            f"{why}. Use nl.fori_loop, a scalar_offset, or compute in SBUF and nisa.register_load the result"
         )
 
     __bool__ = __int__ = __index__ = __float__ = __iter__ = __len__ = _no
