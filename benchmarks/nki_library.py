@@ -18,6 +18,7 @@ import collections
 import importlib.abc
 import importlib.machinery
 import json
+import math
 import os
 import random
 import re
@@ -260,8 +261,10 @@ class Plugin:
         )  # of pytest-xdist, which isn't loaded
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        random.Random(0).shuffle(items)  # what a budget cuts off is then no particular kind of case
-        items[:] = [i for i in items if i.nodeid not in self.recorder.done]
+        todo = [i for i in items if i.nodeid not in self.recorder.done]
+        items[:] = sorted(
+            todo, key=lambda i: math.prod(int(n) or 1 for n in re.findall(r"\d+", i.name))
+        )  # small shapes first
 
     def pytest_collection_finish(self) -> None:
         from test.utils.test_orchestrator import Orchestrator
