@@ -266,15 +266,16 @@ class Plugin:
             todo, key=lambda i: math.prod(int(n) or 1 for n in re.findall(r"\d+", i.name))
         )  # small shapes first
 
-    def pytest_collection_finish(self) -> None:
+    def pytest_collection_finish(self, session: Any) -> None:
+        self.session = session
         from test.utils.test_orchestrator import Orchestrator
 
         Orchestrator.execute = lambda _, args: self.recorder.execute(args)
 
-    def pytest_runtest_setup(self, item: Any) -> None:
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
         if time.process_time() > self.recorder.options.file_seconds:
-            item.session.shouldstop = "this file's time is over"
-        self.recorder.begin(item.nodeid)
+            self.session.shouldstop = "this file's time is over"
+        self.recorder.begin(nodeid)
 
     def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
         if call.when == "call" or (call.when == "setup" and call.excinfo):
