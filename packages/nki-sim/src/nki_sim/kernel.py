@@ -3,6 +3,7 @@
 import copy
 import functools
 import hashlib
+import importlib
 import inspect
 import os
 from collections.abc import Callable, Sequence
@@ -58,8 +59,11 @@ class Kernel:
         bound = signature.bind(*args, **kwargs)
         lists = [n for n, v in bound.arguments.items() if isinstance(v, list)]
         if (only or lists) and not errors.compat:
-            found = f"keyword-only parameters {only}" if only else f"lists for {lists}; pass tuples"
-            refuse("signature", f"NKI kernels take no {found}", self.where)
+            refuse(
+                "signature",
+                f"NKI kernels take no keyword-only parameters {only}, no lists {lists} (but tuples)",
+                self.where,
+            )
         return bound
 
     @property
@@ -235,9 +239,9 @@ def _outputs(result: Any, machine: Machine, torch: bool) -> Any:
 
 def _aws_simulate() -> Callable[..., Any]:
     try:
-        import nki.isa  # noqa: F401
-        from nki import simulate as theirs
-    except ImportError:
+        importlib.import_module("nki.isa")
+        theirs = importlib.import_module("nki").simulate
+    except (ImportError, AttributeError):
         raise ModuleNotFoundError("backend='nki' needs AWS's nki package; the one on PyPI is a placeholder") from None
     if theirs is simulate:
         raise ModuleNotFoundError("backend='nki': `nki` is this simulator here; AWS's is not installed")

@@ -34,17 +34,12 @@ class NKIObject:
 class tile_size:
     """Sizes of trn2."""
 
-    pmax = limits.PARTITIONS
-    psum_fmax = psum_bank_fmax = limits.PSUM_BANK_BYTES // 4
-    psum_bank_fmax_bytes = limits.PSUM_BANK_BYTES
-    psum_num_banks = limits.PSUM_BANKS
-    psum_min_align, sbuf_min_align = 4, 1
-    gemm_stationary_fmax = limits.STATIONARY_FREE
-    gemm_moving_fmax = limits.MOVING_FREE
-    bn_stats_fmax = limits.BN_STATS_FREE
+    pmax, psum_num_banks, psum_bank_fmax_bytes = limits.PARTITIONS, limits.PSUM_BANKS, limits.PSUM_BANK_BYTES
+    psum_fmax = psum_bank_fmax = psum_bank_fmax_bytes // 4
+    gemm_stationary_fmax, gemm_moving_fmax = limits.STATIONARY_FREE, limits.MOVING_FREE
+    bn_stats_fmax, psum_min_align, sbuf_min_align = limits.BN_STATS_FREE, 4, 1
     sbuf_fmax_bytes = total_available_sbuf_size = CAPACITY[sbuf]
-    sbuf_fmax = sbuf_fmax_bytes // 4
-    sbuf_size_bytes = limits.PARTITIONS * limits.SBUF_BYTES
+    sbuf_fmax, sbuf_size_bytes = sbuf_fmax_bytes // 4, pmax * limits.SBUF_BYTES
 
 
 def ndarray(shape: Any, dtype: Any, buffer: MemoryRegion = sbuf, name: str = "", address: Any = None) -> NkiTensor:

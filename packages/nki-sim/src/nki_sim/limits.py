@@ -14,7 +14,6 @@ MOVING_FREE = 512  # [A] nc_matmul, on NeuronCore-v2 and v3
 BN_STATS_FREE = 512  # [A]
 FREE_DIMENSIONS = 4  # [A] an access pattern is the partition and at most four more
 REGISTERS = 64  # [A] of 32 bits, per engine
-HBM_BYTES = 12 * 2**30  # 96 GiB a chip over 8 physical cores
 DMA_COMPUTE_SOURCES = 16  # [A]
 GHZ = {"tensor": 2.4, "vector": 0.96, "scalar": 1.2, "gpsimd": 1.2, "sync": 1.2}  # [A]; sync: as Scalar, assumed
 DMA_ENGINES = 16  # [D] per physical core
