@@ -34,8 +34,8 @@ class Cell:
     def __init__(self, storage: Storage, data: Array | None) -> None:
         self.storage, self.unit = storage, storage.unit
         units = storage.nbytes // self.unit
-        empty = np.full(0 if data is not None else storage.nbytes, 0xFF, np.uint8)  # NaN, or an index far outside
-        self.data = empty if data is None else data
+        # 0xFF: NaN, or an index far outside
+        self.data = np.full(storage.nbytes, 0xFF, np.uint8) if data is None else data
         self.written = np.zeros(units, bool) if data is None else None
         self.base: Any = np.zeros(units, bool) if storage.buffer is MemoryRegion.psum else None  # where matmuls wrote
         self.clobbered: tuple[Storage, Where | None] | None = None

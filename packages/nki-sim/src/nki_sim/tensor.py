@@ -50,8 +50,8 @@ class Storage:
     aliases: "list[Storage]" = field(default_factory=list)  # explicitly placed storages that share bytes with this one
 
     def __post_init__(self) -> None:
-        row = self.shape[1:] if self.buffer.on_chip else self.shape[-1:]
-        self.pitch = prod(row) * self.dtype.itemsize  # bytes of a partition on chip, of a last-dimension row in HBM
+        # bytes of a partition on chip, of a row along the last dimension in HBM
+        self.pitch = prod(self.shape[1:] if self.buffer.on_chip else self.shape[-1:]) * self.dtype.itemsize
         self.nbytes = prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
