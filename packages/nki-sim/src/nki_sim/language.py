@@ -1,12 +1,13 @@
 """nki.language: tensors, memories, dtypes, operators, the grid and loops on the device."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
-from nki_sim import dtypes, limits
+from nki_sim import dtypes, errors, limits
 from nki_sim.dtypes import NUMPY, DType, as_dtype
 from nki_sim.errors import refuse, unsupported
 from nki_sim.memory import CAPACITY, check_address
@@ -26,6 +27,12 @@ bool_ = DType("bool")
 
 class NKIObject:
     """Base of configuration objects: fields by keyword."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in inspect.get_annotations(cls) if errors.compat else ():  # NKI 0.3 did not ask for every field
+            if not hasattr(cls, name):
+                setattr(cls, name, None)
 
     def __init__(self, **kwargs: Any) -> None:
         self.__dict__.update(kwargs)
