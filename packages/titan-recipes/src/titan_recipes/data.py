@@ -108,6 +108,11 @@ class TextDataLoader(BaseDataLoader):
                 return (Source(path=self.dataset_path, format=format, column=column),)
             if self.dataset == PYTHON_DOCS:
                 return (Source(documents=python_docs),)
+            if "/" not in self.dataset:
+                raise UserError(
+                    f"dataloader.dataset {self.dataset!r} is unknown: the built-in one is {PYTHON_DOCS!r}, one of the Hugging Face "
+                    'Hub is named "owner/name".\nFor your own data set --dataloader.dataset_path to a file or a folder.'
+                )
             hub, subset, hub_split = self.dataset, self.subset, self.hub_split
             return (Source(hub=hub, subset=subset, hub_split=hub_split, format=format, column=column),)
 

@@ -15,7 +15,6 @@ from torchtitan.components.validate import Validator
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from .assets import write_assets
-from .attention import MaskedQwen3Model
 from .checkpoint import StepCheckpoints
 from .data import TextDataLoader
 from .errors import UserError
@@ -48,13 +47,7 @@ class Trainer(titan.Trainer):
     def __init__(self, config: Config) -> None:
         config.validator.dataloader = validation_data(config)
         assert config.model_spec is not None
-        model = config.model_spec.model
-        # TorchTitan shortens the RoPE table to seq_len while it builds; the exported config keeps the model's own length.
-        self.hf_config = (
-            hf_config(model, dtype=TORCH_DTYPE_MAP[config.training.dtype])
-            if isinstance(model, MaskedQwen3Model.Config)
-            else None
-        )
+        self.hf_config = hf_config(config.model_spec.model, dtype=TORCH_DTYPE_MAP[config.training.dtype])
         super().__init__(config)
         self.stop = StopRequest()
         self.validated_step = -1
@@ -153,7 +146,7 @@ class Trainer(titan.Trainer):
         eos = getattr(self.tokenizer, "eos_id", None)
         write_assets(
             folder,
-            config=self.hf_config | {"eos_token_id": eos},
+            config={"eos_token_id": eos} | self.hf_config,  # a published model names its own
             tokenizer_folder=Path(self.config.hf_assets_path),
             eos_token_id=eos,
             recipe=self.recipe,
