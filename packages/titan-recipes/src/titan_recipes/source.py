@@ -71,7 +71,7 @@ def find_model(model: Model) -> ModelSource:
         from hf_ckpt_adapter.sources import find
 
         try:
-            return _from_folder(find(text), text)
+            return _from_folder(find(text).resolve(), text)
         except FileNotFoundError as error:
             known = text.partition("/")[2].partition("@")[0].removeprefix("Qwen3-")
             sizes = f"\nIts sizes alone, without weights, are the model {known!r}." if known in MODELS else ""

@@ -127,7 +127,7 @@ def transformers(model: Model, *, document_mask: Mask = "block", flavor: str | N
 
 
 def model_spec(
-    model: Model, *, route: Route = "native", document_mask: Mask = "block", flavor: str | None = None
+    model: Model, *, route: str = "native", document_mask: Mask = "block", flavor: str | None = None
 ) -> ModelSpec:
     """`native` or `transformers`, by name. Raises UserError for another route."""
     routes = {"native": native, "transformers": transformers}
@@ -147,7 +147,7 @@ def route_of(spec: ModelSpec) -> Route:
 
 
 def use_model(
-    config: "Trainer.Config", model: Model | None = None, *, route: Route | None = None, weights: bool | None = None
+    config: "Trainer.Config", model: Model | None = None, *, route: str | None = None, weights: bool | None = None
 ) -> None:
     """Set every field of a recipe's config that depends on the model; what is None stays as the recipe has it.
 
@@ -163,6 +163,7 @@ def use_model(
         return
     source = find_model(model)
     config.model_spec = model_spec(source.config, route=route, document_mask=old.document_mask, flavor=source.name)
+    config.expected_trainable = None  # it was another model's
     if hasattr(config.loss, "global_vocab_size"):
         config.loss.global_vocab_size = source.config.vocab_size
     if source.tokenizer is not None:
