@@ -225,7 +225,7 @@ def test_chat_data_comes_padded_or_packed_with_labels_on_the_assistants_turns_al
 
 def test_a_step_without_any_label_has_loss_and_gradients_zero():
     """TorchTitan divides the summed loss by the number of labels; ours never lets that be 0."""
-    from titan_recipes.trainer import Trainer
+    from titan_recipes.trainer import LossWatch, Trainer
     from torchtitan import trainer as titan
 
     weight = torch.ones(3, requires_grad=True)
@@ -233,7 +233,7 @@ def test_a_step_without_any_label_has_loss_and_gradients_zero():
 
     class Bare(Trainer):
         def __init__(self):
-            pass
+            self.step, self.losses = 1, LossWatch()
 
     def stock(self, *, global_valid_tokens, **kwargs):
         loss = torch.nn.functional.cross_entropy(weight.expand(2, 3), torch.tensor([-100, -100]), reduction="sum")

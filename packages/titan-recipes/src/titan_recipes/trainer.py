@@ -88,10 +88,6 @@ class Trainer(titan.Trainer):
         if self.config.validator.enable and isinstance(self.validator.dl_config, TextDataLoader.Config):
             self.validator.dl_config = replace(self.validator.dl_config, batches_per_step=microbatches)
 
-    def forward_backward_step(self, *, global_valid_tokens: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """TorchTitan's, which divides by the number of labels: a step without any has loss and gradients 0, not NaN."""
-        return super().forward_backward_step(global_valid_tokens=global_valid_tokens.clamp(min=1), **kwargs)
-
     def _check_ties(self) -> None:
         """Tied weights are one parameter in this layout, or it is refused."""
         model = self.model_config
@@ -146,8 +142,9 @@ class Trainer(titan.Trainer):
             self._report_first_loss(self.expected_loss)
             self.expected_loss = None
 
-    def forward_backward_step(self, **batch: Any) -> torch.Tensor:
-        loss = super().forward_backward_step(**batch)
+    def forward_backward_step(self, *, global_valid_tokens: torch.Tensor, **batch: Any) -> torch.Tensor:
+        """TorchTitan's, which divides by the number of labels: a step without any has loss and gradients 0, not NaN."""
+        loss = super().forward_backward_step(global_valid_tokens=global_valid_tokens.clamp(min=1), **batch)
         self.losses.add(self.step, loss)
         return loss
 
