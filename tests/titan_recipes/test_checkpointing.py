@@ -24,7 +24,13 @@ class Count(TorchDispatchMode):
 def step(policy):
     """Gradients and operator counts of one forward and backward."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 1e6}
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rope_theta": 1e6,
+    }
     config = Qwen3Config(vocab_size=320, head_dim=32, intermediate_size=96, max_position_embeddings=128, **sizes)
     model = native(config, document_mask="causal").model.build()
     with torch.no_grad():

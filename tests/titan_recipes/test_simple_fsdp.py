@@ -9,7 +9,13 @@ def spec():
     from qwen3_core import Qwen3Config
     from titan_recipes.spec import native
 
-    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 1e6}
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rope_theta": 1e6,
+    }
     return native(Qwen3Config(vocab_size=320, head_dim=32, intermediate_size=96, max_position_embeddings=128, **sizes))
 
 

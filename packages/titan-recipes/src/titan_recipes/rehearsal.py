@@ -80,9 +80,9 @@ def rehearse(config: Trainer.Config, *, world_size: int, layers: int | None = No
         )
 
 
-def _without_surroundings(config: Trainer.Config) -> Trainer.Config:
+def _without_surroundings(config: Any) -> Trainer.Config:
     """The config without what reads or writes files, or measures."""
-    return replace(
+    bare: Trainer.Config = replace(
         config,
         dataloader=TextDataLoader.Config(documents=_one_document, holdout=0.0),
         tokenizer=_NoTokenizer.Config(),
@@ -92,6 +92,7 @@ def _without_surroundings(config: Trainer.Config) -> Trainer.Config:
         training=replace(config.training, disable_cuda_graphs=True),
         debug=replace(config.debug, seed=config.debug.seed or 0),
     )
+    return bare
 
 
 def _one_document() -> list[str]:
@@ -173,7 +174,7 @@ def _fake_ranks(world_size: int) -> Iterator[None]:
         with unset_fake_temporarily():  # ranks in a mesh are read by value
             make_mesh(mesh, *args, **kwargs)
 
-    DeviceMesh.__init__ = make_real_mesh  # type: ignore[method-assign]
+    DeviceMesh.__init__ = make_real_mesh  # type: ignore[method-assign, assignment]
     local_rank = os.environ.get("LOCAL_RANK")
     os.environ["LOCAL_RANK"] = "0"
     multithreaded = torch.autograd.is_multithreading_enabled()
@@ -210,7 +211,9 @@ class Peak(TorchDispatchMode):
                 self._set(storage._cdata, size)
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
-        ShardingPropagator._fake_mode_lock = self._not_counted()  # DTensor works out shapes on tensors of the whole's size
+        ShardingPropagator._fake_mode_lock = (
+            self._not_counted()
+        )  # DTensor works out shapes on tensors of the whole's size
         super().__enter__()
         return self
 

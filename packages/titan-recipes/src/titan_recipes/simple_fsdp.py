@@ -25,7 +25,7 @@ def simple_fsdp(spec: ModelSpec) -> ModelSpec:
 
 
 def _parallelize(
-    model: nn.Module,
+    model: Any,
     *,
     parallel_dims: Any,
     training: Any,
@@ -44,7 +44,7 @@ def _parallelize(
             f"{parallelism.spmd_backend}, context_parallel {parallel_dims.cp}, pipeline_parallel {parallel_dims.pp}."
         )
     if parallel_dims.tp_enabled:
-        model.parallelize(parallel_dims)  # type: ignore[operator]
+        model.parallelize(parallel_dims)
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
     _wrap_class_cache.clear()  # its classes hold the mesh of the model that this process sharded before
@@ -58,4 +58,5 @@ def _parallelize(
     model.init_weights = init_sharded
     if compile_config.enable and "model" in compile_config.components:
         model.compile(backend=compile_config.backend, fullgraph=True)
-    return model
+    sharded: nn.Module = model
+    return sharded
