@@ -115,6 +115,11 @@ def _is_tied(model: Any) -> bool:
 
 def _check_remote_code(config: Any) -> None:
     """Folders that this run, or who loads its export, reads configuration from."""
+    if getattr(config, "hf_model", ""):
+        raise UserError(
+            f"hf_model {config.hf_model!r}: TorchTitan reads that config with trust_remote_code=True, which runs code from its folder.\n"
+            "Build the model spec with titan_recipes.spec.transformers(...) instead."
+        )
     checkpoint = config.checkpoint
     for folder in (config.hf_assets_path, checkpoint.initial_load_path if checkpoint.enable else None):
         if folder:

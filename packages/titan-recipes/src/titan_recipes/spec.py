@@ -8,6 +8,8 @@ Both compute what qwen3-core computes from the same weights, and start from its 
 compares them.
 """
 
+import logging
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,6 +28,7 @@ from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.qwen3 import parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.protocols.module import Module
 
 from .attention import Mask, MaskedQwen3Model, SDPAttention
 from .errors import UserError
@@ -36,7 +39,9 @@ from .state_dict import BackendStateDictAdapter, NativeStateDictAdapter
 if TYPE_CHECKING:
     from .trainer import Trainer
 
-__all__ = ["Route", "hf_config", "model_spec", "native", "route_of", "transformers", "use_model"]
+__all__ = ["Route", "hf_config", "model_spec", "native", "route_of", "swaps", "transformers", "use_model"]
+
+log = logging.getLogger(__name__)
 
 Route = Literal["native", "transformers"]
 
@@ -146,6 +151,17 @@ def route_of(spec: ModelSpec) -> Route:
     return "native" if isinstance(spec.model, MaskedQwen3Model.Config) else "transformers"
 
 
+def swaps(spec: ModelSpec) -> list[str]:
+    """A line for each class of this toolkit that stands in a spec where TorchTitan has one of its own."""
+    found: Counter[str] = Counter()
+    for _, config, _, _ in spec.model.traverse(Module.Config, recurse=True):
+        owner = config._owner
+        if owner is not None and owner.__module__.startswith("titan_recipes."):
+            stock = next(base for base in owner.__mro__ if not base.__module__.startswith("titan_recipes."))
+            found[f"{owner.__module__}.{owner.__name__} for {stock.__module__}.{stock.__name__}"] += 1
+    return [f"{line} ({count} x)" for line, count in found.items()]
+
+
 def use_model(
     config: "Trainer.Config", model: Model | None = None, *, route: str | None = None, weights: bool | None = None
 ) -> None:
@@ -155,7 +171,8 @@ def use_model(
     sizes; True: they have to be there).
     """
     assert config.model_spec is not None
-    route, old = route or route_of(config.model_spec), config.model_spec.model
+    own, old = route_of(config.model_spec), config.model_spec.model
+    route = route or own
     if model is None:
         config.model_spec = model_spec(
             old.qwen3, route=route, document_mask=old.document_mask, flavor=config.model_spec.flavor
@@ -172,7 +189,7 @@ def use_model(
         raise UserError(f"{model} has no weights: neither *.safetensors nor a TorchTitan step.")
     if source.weights is not None and weights is not False:
         config.checkpoint.initial_load_path = str(source.weights)
-        config.checkpoint.initial_load_in_hf = not source.is_step
+        config.checkpoint.initial_load_in_hf = True  # a step too: read through the same table, it starts either route
 
 
 def parallelize(model: nn.Module, **kwargs: Any) -> nn.Module:
@@ -186,6 +203,7 @@ def reduce_by_sum_on_gloo(model: nn.Module) -> nn.Module:
     Neuron and NCCL keep the default.
     """
     if dist.is_initialized() and dist.get_backend() == "gloo":
+        log.info("swap: FSDP reduces by sum, for gloo")
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)

@@ -24,7 +24,7 @@ from .first_loss import random_loss, report_first_loss
 from .guard import check_written, guard_initialisation, states_of
 from .logs import say
 from .metrics import RunMetrics
-from .spec import hf_config
+from .spec import hf_config, swaps
 from .stop import StopRequest
 
 __all__ = ["ShapeWatch", "Trainer", "adopt", "recast"]
@@ -52,6 +52,8 @@ class Trainer(titan.Trainer):
         config.validator.dataloader = validation_data(config)
         assert config.model_spec is not None
         self.hf_config = hf_config(config.model_spec.model, dtype=TORCH_DTYPE_MAP[config.training.dtype])
+        for line in swaps(config.model_spec):
+            log.info("swap: %s", line)
         config.model_spec = guard_initialisation(config.model_spec)
         super().__init__(config)
         self._check_ties()

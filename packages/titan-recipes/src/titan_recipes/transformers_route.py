@@ -11,6 +11,7 @@ What TorchTitan 0.3.0's backend does otherwise, and why it is done here as it is
 Shapes: B = batch, L = sequence (K as keys), N = heads, H = head dim.
 """
 
+import logging
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,6 +40,8 @@ from .moe import moe_config
 from .spec import reduce_by_sum_on_gloo
 
 __all__ = ["TransformersQwen3", "transformers_model_spec"]
+
+log = logging.getLogger(__name__)
 
 _ATTENTION = "titan_recipes_sdpa"
 _EXPERT_SHARDING = {"w1_EFD": spmd.S(1), "w2_EDF": spmd.S(2), "w3_EFD": spmd.S(1)}
@@ -196,6 +199,7 @@ class TransformersQwen3(HFTransformerModel):
                 "Context parallel is not supported on the Transformers route: attention would see the local keys alone.\n"
                 "Set --parallelism.context_parallel_degree 1."
             )
+        log.info("swap: %s.%s for %s in every layer", SDPAKernel.__module__, SDPAKernel.__name__, HFFlexKernel.__name__)
         for layer in self.layers.values():
             flex = layer.self_attn._titan_flex_kernel
             layer.self_attn._titan_flex_kernel = SDPAKernel.Config(sharding_config=flex._sharding_config).build()
