@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from qwen3_core import Qwen3Config
+from tiny import tiny_spec
 from titan_recipes.checkpointing import SaveLinears
-from titan_recipes.spec import native
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
@@ -24,15 +23,7 @@ class Count(TorchDispatchMode):
 def step(policy):
     """Gradients and operator counts of one forward and backward."""
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "rope_theta": 1e6,
-    }
-    config = Qwen3Config(vocab_size=320, head_dim=32, intermediate_size=96, max_position_embeddings=128, **sizes)
-    model = native(config, document_mask="causal").model.build()
+    model = tiny_spec().model.build()
     with torch.no_grad():
         model.init_weights(buffer_device=None)
     if policy is not None:

@@ -3,20 +3,7 @@
 import pytest
 import torch
 from ranks import run_ranks
-
-
-def spec():
-    from qwen3_core import Qwen3Config
-    from titan_recipes.spec import native
-
-    sizes = {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "rope_theta": 1e6,
-    }
-    return native(Qwen3Config(vocab_size=320, head_dim=32, intermediate_size=96, max_position_embeddings=128, **sizes))
+from tiny import tiny_spec
 
 
 def batch():
@@ -26,7 +13,7 @@ def batch():
 
 def whole():
     """A model without any parallelism, with weights that are the same in every process."""
-    model = spec().model.build()
+    model = tiny_spec().model.build()
     with torch.no_grad():
         model.init_weights(buffer_device=None)
         generator = torch.Generator().manual_seed(0)
@@ -54,7 +41,7 @@ def sharded(rank, checkpointed):
     dims.build_mesh()
     set_spmd_backend("partial_dtensor")
     source = dict(whole().named_parameters())
-    ours = simple_fsdp(spec())
+    ours = simple_fsdp(tiny_spec())
     with torch.device("meta"):
         model = ours.model.build()
     model = ours.parallelize_fn(
