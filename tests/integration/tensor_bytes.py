@@ -1,6 +1,7 @@
 """Count tensor bytes at dispatch level: every storage that an operation makes, while it lives, by the part of the step it is of.
 
 Works on any device and needs no allocator statistics, which CPU lacks. A storage is counted once however many tensors view it.
+Storages that first appear as the result of a view were made below the dispatcher (gloo's own staging copies): they are not counted.
 """
 
 import sys
@@ -40,8 +41,10 @@ class Bytes:
 class TensorBytes(TorchDispatchMode):
     """Within `with TensorBytes() as count:`; `with count.part(name):` names what is made inside."""
 
-    def __init__(self) -> None:
+    def __init__(self, logits: int = 0) -> None:
+        """`logits`: tensors of that many elements are counted as part "logits", whoever makes them."""
         super().__init__()
+        self.logits = logits
         self.live: dict[int, _Storage] = {}
         self.now: Counter[str] = Counter()
         self.result = Bytes()
@@ -53,7 +56,7 @@ class TensorBytes(TorchDispatchMode):
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             out = resize(storage, size)
-            self._see(storage, "resize_")
+            self._see(storage, "resize_", self.parts[-1])
             return out
 
         self._patch = patch.object(torch.UntypedStorage, "resize_", resized)
@@ -94,17 +97,19 @@ class TensorBytes(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if type(leaf) is torch.Tensor or type(leaf) is torch.nn.Parameter:
-                self._see(leaf.untyped_storage(), str(func))
+                size = leaf.untyped_storage().nbytes()
+                logits = self.logits and size == self.logits * leaf.element_size() and "_copy_in" not in str(func)
+                self._see(leaf.untyped_storage(), str(func), "logits" if logits else self.parts[-1], func.is_view)
         return out
 
-    def _see(self, storage: torch.UntypedStorage, made_by: str) -> None:
+    def _see(self, storage: torch.UntypedStorage, made_by: str, part: str = "other", viewed: bool = False) -> None:
         key, size = storage._cdata, storage.nbytes()
         known = self.live.get(key)
         if known is not None and known.ref() is storage:
             self.now[known.part] += size - known.bytes
             known.bytes = size
-        elif storage.device.type != "meta":
-            entry = _Storage(weakref.ref(storage, lambda _, key=key: self._gone(key)), size, self.parts[-1], made_by)
+        elif storage.device.type != "meta" and not viewed:
+            entry = _Storage(weakref.ref(storage, lambda _, key=key: self._gone(key)), size, part, made_by)
             self.live[key] = entry
             self.now[entry.part] += size
         self._look(made_by)
@@ -119,6 +124,8 @@ class TensorBytes(TorchDispatchMode):
         for part, size in self.now.items():
             if size > self.result.largest[part]:
                 self.result.largest[part] = size
+                if part == DETAIL:
+                    self.result.part_detail = sorted(((e.bytes, e.made_by) for e in self.live.values() if e.part == part), reverse=True), where  # type: ignore[attr-defined]
         if total > self.result.peak:
             self.result.peak, self.result.at = total, f"{self.moment} {where}"
             self.result.by_part = Counter(self.now)

@@ -14,13 +14,13 @@ forward to backward; with tied weights, the embedding is the head. With pipeline
 and gradients are reduced once, after the last micro-batch.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from neuron_parallel.blocks import Symbols, block, embedding, head_and_loss
 from neuron_parallel.hardware import Cluster
-from neuron_parallel.placement import unit_bytes
+from neuron_parallel.placement import Unit, parameters, unit_numbers
 from neuron_parallel.plan import ParallelPlan, Training, stage_layers
 from neuron_parallel.quantity import Quantity
 from neuron_parallel.shape import ModelShape
@@ -103,6 +103,8 @@ class Memory:
     stage: int
     moments: tuple[Snapshot, ...]
     symbols: dict[str, float]
+    kept: dict[str, float]
+    """Bytes by part that one micro-batch leaves between forward and backward."""
 
     @property
     def peak(self) -> Snapshot:
@@ -122,37 +124,45 @@ def memory(plan: ParallelPlan, shape: ModelShape, training: Training | None = No
     if plan.dp_shard < 1 or plan.global_batch < 1:
         raise ValueError(f"resolve the plan first: dp_shard {plan.dp_shard}, global_batch {plan.global_batch}")
     training = training or Training()
+    # Stages between the second and the last but one have fewer micro-batches in flight than the second, and as many layers.
     stages = range(plan.pp) if plan.pp < 4 else (0, 1, plan.pp - 2, plan.pp - 1)
-    return max((_stage(plan, shape, training, stage) for stage in stages), key=lambda m: m.peak.bytes)
+    return max((_Stage(plan, shape, training, stage).memory() for stage in stages), key=lambda m: m.peak.bytes)
 
 
 @dataclass(frozen=True)
 class _Unit:
-    """A unit of FSDP: elements on this core and when gathered, for dense parameters and for experts."""
+    """A unit of FSDP. Elements on this core (`local`), and when gathered (padded): dense parameters, experts, its last parameter."""
 
     name: str
     local: int
     dense: int
     experts: int
+    last: int
     dense_ranks: int
     expert_ranks: int
-    expert_split: bool
 
-    def gathered(self, a: Quantity) -> Quantity:
-        return Quantity(self.dense + self.experts, f"P({self.name})") * a
+    def held(self, bytes_each: Quantity) -> Quantity:
+        """On this core."""
+        return Quantity(self.local, f"p({self.name})") * bytes_each
 
-    def flat(self, a: Quantity) -> Quantity:
+    def full(self, bytes_each: Quantity) -> Quantity:
+        """Gathered."""
+        return Quantity(self.dense + self.experts, f"P({self.name})") * bytes_each
+
+    def flat(self, bytes_each: Quantity) -> Quantity:
         """All-gather output before it is copied out to the parameters: only where there is a group."""
         elements = (self.dense if self.dense_ranks > 1 else 0) + (self.experts if self.expert_ranks > 1 else 0)
-        return Quantity(elements, f"P({self.name})") * a
+        return Quantity(elements, f"P({self.name})") * bytes_each
 
 
-@lru_cache(maxsize=4096)
-def _unit(shape: ModelShape, plan: ParallelPlan, name: str, moe: bool) -> _Unit:
-    dense_local, dense = unit_bytes(shape, plan, name, moe, experts=False)  # type: ignore[arg-type]
-    expert_local, experts = unit_bytes(shape, plan, name, moe, experts=True)  # type: ignore[arg-type]
+@lru_cache(maxsize=8192)
+def _unit(shape: ModelShape, plan: ParallelPlan, name: Unit, moe: bool) -> _Unit:
+    rows = list(unit_numbers(parameters(shape, moe), plan, name))
+    dense = sum(gathered for row, _, gathered in rows if not row.expert)
+    experts = sum(gathered for row, _, gathered in rows if row.expert)
     expert_ranks = plan.efsdp if plan.ep > 1 else plan.fsdp
-    return _Unit(name, dense_local + expert_local, dense, experts, plan.fsdp, expert_ranks, False)
+    local = sum(local for _, local, _ in rows)
+    return _Unit(name, local, dense, experts, rows[-1][2] if rows else 0, plan.fsdp, expert_ranks)
 
 
 @dataclass(frozen=True)
@@ -167,26 +177,28 @@ class _Layer:
     backward: Moment
 
 
-@lru_cache(maxsize=4096)
 def _layer(plan: ParallelPlan, shape: ModelShape, training: Training, moe: bool) -> _Layer:
+    """The tape's results, which do not depend on what the cores are many of."""
+    same = replace(plan, dp_replicate=1, dp_shard=plan.ep, pp=1, global_batch=-1)
+    return _layer_of(same, shape, training, moe)
+
+
+@lru_cache(maxsize=4096)
+def _layer_of(plan: ParallelPlan, shape: ModelShape, training: Training, moe: bool) -> _Layer:
     s = Symbols.of(plan, shape, training)
     ops = block(s, training, moe)
     x: Sizes = {"x": s.t * s.D * s.a}
-    every = kept_sizes(ops, x)
     if training.checkpointing == "none":
-        kept = every
-    else:
-        kept = dict(x)
-        if training.checkpointing == "selective":
-            kept |= {name: size for op in ops if op.selective for name, size in op.makes.items()}
-    forward = replay_forward(ops, x, training.checkpointing == "none", ("y",))
-    recompute = None
-    if training.checkpointing != "none":
-        extra = sum((size.value for name, size in kept.items() if name not in forward.live), 0.0)
-        missing = {name: size for name, size in kept.items() if name not in forward.live}
-        forward = Moment(forward.where, forward.bytes + extra, {**forward.live, **missing})
-        recompute = replay_forward(ops, x, True, ("y",))
-    return _Layer(kept, _parts(ops), forward, recompute, replay_backward(ops, x, "y"))
+        kept = kept_sizes(ops, x)
+        return _Layer(kept, _parts(ops), replay_forward(ops, x, True, ("y",)), None, replay_backward(ops, x, "y"))
+    kept = dict(x)
+    if training.checkpointing == "selective":
+        kept |= {name: size for op in ops if op.selective for name, size in op.makes.items()}
+    forward = replay_forward(ops, x, False, ("y",))
+    missing = {name: size for name, size in kept.items() if name not in forward.live}
+    saved = sum(size.value for size in missing.values())
+    forward = Moment(forward.where, forward.bytes + saved, {**forward.live, **missing})
+    return _Layer(kept, _parts(ops), forward, replay_forward(ops, x, True, ("y",)), replay_backward(ops, x, "y"))
 
 
 def _parts(ops: Iterable[Op]) -> dict[str, str]:
@@ -194,233 +206,219 @@ def _parts(ops: Iterable[Op]) -> dict[str, str]:
 
 
 def _entries(moment: Moment, parts: dict[str, str], kept: Iterable[str]) -> list[Entry]:
-    """A tape's moment: what is kept under its own part, parameter gradients as buffers, the rest as working memory."""
+    """A tape's moment: what is kept under its own part, parameter gradients as buffers, logits' sizes as such, the rest as working
+    memory."""
     kept = set(kept)
     found = []
     for name, size in moment.live.items():
-        part = parts.get(name, "activations") if name in kept else "working"
+        owner = name.removeprefix("gradient of ")
         if name.startswith("parameter gradient"):
             part = "gradient buffers"
-        elif name in parts and parts[name] == "logits" or "loss" in moment.where and name.startswith("scratch"):
+        elif parts.get(owner) == "logits" or name.startswith("scratch of loss"):
             part = "logits"
+        else:
+            part = parts.get(name, "activations") if name in kept else "working"
         found.append(Entry(part, name, size))
     return found
 
 
-def _stage(plan: ParallelPlan, shape: ModelShape, training: Training, stage: int) -> Memory:
-    s = Symbols.of(plan, shape, training)
-    first, last, piped = stage == 0, stage == plan.pp - 1, plan.pp > 1
-    count = stage_layers(shape.num_hidden_layers, plan.pp)[stage]
-    moe_count = round(count * shape.moe_layers / shape.num_hidden_layers) if shape.num_experts else 0
-    moe = moe_count > 0
-    kinds = [(True, moe_count), (False, count - moe_count)]
-    layers = [(_unit(shape, plan, "layer", kind), _layer(plan, shape, training, kind), n) for kind, n in kinds if n]
-    embed = _unit(shape, plan, "embedding", moe) if first and not shape.tie_word_embeddings else None
-    head = _unit(shape, plan, "head", moe) if last else None
-    a, p, r = s.a, Quantity(training.param_bytes, "p"), Quantity(training.reduce_bytes, "r")
+class _Stage:
+    """One core of a pipeline stage (of the only one, without pipeline)."""
 
-    # parameters, gradients and moments of this core
-    locals_ = [(u.name, u.local, n) for u, _, n in layers] + [(u.name, u.local, 1) for u in (embed, head) if u]
-
-    def held(part: str, times: int = 1, skip: str = "", layers_done: int | None = None) -> list[Entry]:
-        found = []
-        for name, local, n in locals_:
-            if name == skip:
-                continue
-            n = min(n, layers_done) if name == "layer" and layers_done is not None else n
-            found.append(
-                Entry(part, f"{n} x {name}" if n != 1 else name, times * n * Quantity(local, f"p({name})") * p)
-            )
-        return found
-
-    base = held("parameters") + held("moments", 2)
-    base.append(Entry("tables", "rope tables", count * s.S * 2 * s.K * 4))
-    if moe:
-        base.append(Entry("tables", "expert counts and biases", 2 * moe_count * s.E * 4))
-    batches = plan.micro_batches if piped else 1
-    in_flight = min(plan.pp - stage, plan.micro_batches) if piped else 1
-    base.append(Entry("working", "tokens, positions, labels", 3 * batches * s.T * 8))
-    if piped and not first:
-        base.append(Entry("working", "received activations", batches * s.t * s.D * a))
-    if training.attention == "masked":
-        base.append(Entry("attention", "document mask", s.T * s.S))
-
-    def kept(layers_kept: list[int], micro: int) -> list[Entry]:
-        found = []
-        for (_, layer, _), n in zip(layers, layers_kept, strict=True):
-            for name, size in layer.kept.items():
-                if n * micro:
-                    found.append(Entry(layer.parts.get(name, "activations"), f"{n * micro} x {name}", n * micro * size))
-        return found
-
-    counts = [n for _, _, n in layers]
-    before = kept(counts, in_flight - 1) if in_flight > 1 else []  # other micro-batches
-    moments: list[Snapshot] = []
-    tied = (
-        [Entry("gathered parameters", "tied embedding", head.gathered(a))] if head and shape.tie_word_embeddings else []
-    )
-    stays = training.reshard == "never" or (training.reshard == "default" and piped)
-    always = [Entry("gathered parameters", f"{n} x layer", n * u.gathered(a)) for u, _, n in layers] if stays else []
-    if stays:
-        always += [Entry("gathered parameters", u.name, u.gathered(a)) for u in (embed, head) if u]
-    unreduced = []
-    if piped and plan.micro_batches > 1:
-        unreduced = [
-            Entry("gradient buffers", f"unreduced gradients of {n} x {u.name}", n * u.gathered(r)) for u, _, n in layers
+    def __init__(self, plan: ParallelPlan, shape: ModelShape, training: Training, stage: int) -> None:
+        self.plan, self.shape, self.training, self.stage = plan, shape, training, stage
+        self.s = Symbols.of(plan, shape, training)
+        self.piped = plan.pp > 1
+        self.p, self.r = Quantity(training.param_bytes, "p"), Quantity(training.reduce_bytes, "r")
+        self.tied = shape.tie_word_embeddings
+        count = stage_layers(shape.num_hidden_layers, plan.pp)[stage]
+        self.moe_layers = round(count * shape.moe_layers / shape.num_hidden_layers)
+        numbers = {True: self.moe_layers, False: count - self.moe_layers}
+        self.layers = [
+            (_unit(shape, plan, "layer", moe), _layer(plan, shape, training, moe), n) for moe, n in numbers.items() if n
         ]
-        unreduced += [
-            Entry("gradient buffers", f"unreduced gradients of {u.name}", u.gathered(r)) for u in (embed, head) if u
-        ]
+        self.counts = [n for _, _, n in self.layers]
+        first, last = stage == 0, stage == plan.pp - 1
+        self.embedding = _unit(shape, plan, "embedding", False) if first and not self.tied else None
+        self.head = _unit(shape, plan, "head", False) if last else None
+        self.ends = [unit for unit in (self.embedding, self.head) if unit]
+        self.units = [(unit, n) for unit, _, n in self.layers] + [(unit, 1) for unit in self.ends]
+        # Parameters that stay gathered from first use to the step's end.
+        self.stays = training.reshard == "never" or (training.reshard == "default" and self.piped)
+        self.always: list[Entry] = []
+        if self.stays:
+            self.always = [_times(n, "gathered parameters", unit.name, unit.full(self.s.a)) for unit, n in self.units]
+        elif self.tied and self.head:
+            self.always = [Entry("gathered parameters", "tied embedding", self.head.full(self.s.a))]
+        self.base = self._base()
 
-    for index, (unit, layer, n) in enumerate(layers):
-        rest = [m - (i == index) for i, m in enumerate(counts)]
-        gathered = always or [Entry("gathered parameters", "layer", unit.gathered(a))]
-        flat = [] if always else [Entry("gathered parameters", "layer, as gathered", unit.flat(a))]
-        # forward of the last layer
-        moments.append(
-            Snapshot(
-                f"forward of a layer: {layer.forward.where}",
-                (
-                    *base,
-                    *before,
-                    *kept(rest, 1),
-                    *gathered,
-                    *flat,
-                    *tied,
-                    *_entries(layer.forward, layer.parts, layer.kept),
-                ),
-            )
-        )
-        if head and not tied and not always:
-            reducing = [Entry("gradient buffers", "reduce-scatter input of head", head.gathered(r))]
-        else:
-            reducing = []
-        own = [Entry("gradient buffers", "reduce-scatter input of a layer", unit.gathered(r))] if not piped else []
-        for where, left, done, buffers in (
-            ("last", rest, 0, reducing),
-            ("first", [0] * len(counts), max(0, n - 1), own if n > 1 else reducing),
-        ):
-            done_grads = [] if piped else _gradients(locals_, p, done, head, bool(tied), sum(counts))
-            common = (*base, *before, *kept(left, 1), *gathered, *flat, *tied, *done_grads, *unreduced, *buffers)
-            if layer.recompute:
-                entries = (
-                    *_entries(layer.recompute, layer.parts, layer.parts),
-                    Entry("working", "gradient of y", s.t * s.D * a),
-                )
-                moments.append(
-                    Snapshot(f"recomputation of the {where} layer: {layer.recompute.where}", (*common, *entries))
-                )
-            moments.append(
-                Snapshot(
-                    f"backward of the {where} layer: {layer.backward.where}",
-                    (*common, *_entries(layer.backward, layer.parts, layer.parts)),
-                )
-            )
-            after = [
-                Entry("gradient buffers", "gradients of a layer", unit.gathered(a)),
-                *(own or [Entry("gradient buffers", "reduce-scatter input of a layer", unit.gathered(r))]),
+    def memory(self) -> Memory:
+        moments = [*self._forward(), *self._loss(), *self._backward(), *self._embedding(), self._optimizer()]
+        return Memory(self.stage, tuple(moments), self._letters(), self._kept_by_part())
+
+    def _base(self) -> list[Entry]:
+        """What lives all the time, and with it the activations of other micro-batches in flight."""
+        s, plan = self.s, self.plan
+        found = [_times(n, "parameters", unit.name, unit.held(self.p)) for unit, n in self.units]
+        found += [_times(2 * n, "moments", unit.name, unit.held(self.p)) for unit, n in self.units]
+        found.append(Entry("tables", "rope tables", sum(self.counts) * s.S * 2 * s.K * 4))
+        if self.moe_layers:
+            found.append(Entry("tables", "expert counts and biases", 2 * self.moe_layers * s.E * 4))
+        batches = plan.micro_batches if self.piped else 1
+        found.append(Entry("working", "tokens, positions, labels", 3 * batches * s.T * 8))
+        if self.piped and self.stage:
+            found.append(Entry("working", "received activations", batches * s.t * s.D * s.a))
+        if self.training.attention == "masked":
+            found.append(Entry("attention", "document mask", s.T * s.S))
+        if self.piped and plan.micro_batches > 1:
+            found += [
+                _times(n, "gradient buffers", f"unreduced gradients of {u.name}", u.full(self.r)) for u, n in self.units
             ]
-            moments.append(
-                Snapshot(
-                    f"reduction of the {where} layer's gradients",
-                    (
-                        *base,
-                        *before,
-                        *kept(left, 1),
-                        *flat,
-                        *always,
-                        *tied,
-                        *done_grads,
-                        *unreduced,
-                        *after,
-                        Entry("working", "gradient of x", s.t * s.D * a),
-                    ),
-                )
+        in_flight = min(plan.pp - self.stage, plan.micro_batches)
+        if in_flight > 1:
+            found += self._kept([n * (in_flight - 1) for n in self.counts])
+        return found
+
+    def _kept(self, layers: list[int]) -> list[Entry]:
+        """Between forward and backward, for so many layers of each kind."""
+        return [
+            _times(n, layer.parts.get(name, "activations"), name, size)
+            for (_, layer, _), n in zip(self.layers, layers, strict=True)
+            if n
+            for name, size in layer.kept.items()
+        ]
+
+    def _gathered(self, unit: _Unit, copies: int = 1, flats: int = 1) -> list[Entry]:
+        """A unit's parameters while it computes, and flat buffers as large."""
+        if self.stays or (self.tied and unit is self.head):
+            return []
+        found = [Entry("gathered parameters", unit.name, copies * unit.full(self.s.a))]
+        return found + [Entry("gathered parameters", f"{unit.name}, as gathered", flats * unit.flat(self.s.a))]
+
+    def _forward(self) -> Iterator[Snapshot]:
+        for index, (unit, layer, _) in enumerate(self.layers):
+            before = self._kept([n - (i == index) for i, n in enumerate(self.counts)])
+            common = (*self.base, *self.always, *before)
+            x = Entry("activations", "x", self.s.t * self.s.D * self.s.a)
+            yield Snapshot("gathering a layer", (*common, x, *self._gathered(unit, 1, 2)))
+            entries = _entries(layer.forward, layer.parts, layer.kept)
+            yield Snapshot(f"forward of a layer: {layer.forward.where}", (*common, *self._gathered(unit), *entries))
+
+    def _loss(self) -> Iterator[Snapshot]:
+        if not self.head:
+            return
+        ops = head_and_loss(self.s, self.training)
+        given: Sizes = {"y": self.s.t * self.s.D * self.s.a}
+        parts = _parts(ops)
+        common = (*self.base, *self.always, *self._kept(self.counts))
+        if self.layers:
+            before = [] if self.stays else self._gathered(self.layers[0][0], 0, 1)
+            y = Entry("activations", "y", given["y"])
+            yield Snapshot("gathering the head", (*common, y, *before, *self._gathered(self.head)))
+        for moment in (replay_forward(ops, given, True), replay_backward(ops, given, "loss")):
+            entries = _entries(moment, parts, parts)
+            yield Snapshot(f"loss: {moment.where}", (*common, *self._gathered(self.head, flats=0), *entries))
+        if not self.piped and not self.tied:
+            flat = self._gathered(self.layers[0][0], 0, 1) if self.layers else []
+            y = Entry("working", "gradient of y", given["y"])
+            yield from self._reduction(self.head, "the head", [*common, *flat, y])
+
+    def _backward(self) -> Iterator[Snapshot]:
+        s = self.s
+        for index, (unit, layer, n) in enumerate(self.layers):
+            rest = [m - (i == index) for i, m in enumerate(self.counts)]
+            reducing = self.head if self.head and not self.tied and not self.piped else None
+            own = unit if not self.piped else None
+            for which, left, done, buffer in (
+                ("last", rest, 0, reducing),
+                ("first", [0] * len(rest), max(0, n - 1), own if n > 1 else reducing),
+            ):
+                common = [*self.base, *self.always, *self._kept(left), *self._gradients(done)]
+                computing = [*common, *self._gathered(unit)]
+                if buffer:
+                    computing.append(_reducing(buffer, self.r))
+                if layer.recompute:
+                    entries = _entries(layer.recompute, layer.parts, layer.parts)
+                    gradient = Entry("working", "gradient of y", s.t * s.D * s.a)
+                    where = f"recomputation of the {which} layer: {layer.recompute.where}"
+                    yield Snapshot(where, (*computing, *entries, gradient))
+                entries = _entries(layer.backward, layer.parts, layer.parts)
+                yield Snapshot(f"backward of the {which} layer: {layer.backward.where}", (*computing, *entries))
+                gradient = Entry("working", "gradient of x", s.t * s.D * s.a)
+                grads = Entry("gradient buffers", "gradients of a layer", unit.full(s.a))
+                yield Snapshot(f"end of the {which} layer's backward", (*computing, gradient, grads))
+                flat = [] if self.stays else self._gathered(unit, 0, 1)
+                yield from self._reduction(unit, f"the {which} layer", [*common, *flat, gradient])
+
+    def _reduction(self, unit: _Unit, which: str, common: list[Entry]) -> Iterator[Snapshot]:
+        """FSDP's post-backward: gradients copied into the reduce-scatter's input, then its output beside it."""
+        a, r = self.s.a, self.r
+        grads = Entry("gradient buffers", f"gradients of {unit.name}", unit.full(a))
+        yield Snapshot(f"reducing {which}: copy in", (*common, grads, _reducing(unit, r)))
+        out = Entry("gradient buffers", f"reduced gradients of {unit.name}", unit.held(r))
+        if unit.dense_ranks == 1:  # no collective: a copy, divided
+            other = Entry("gradient buffers", f"divided gradients of {unit.name}", unit.full(r))
+        else:  # the last parameter's gradient is still referred to
+            other = Entry(
+                "gradient buffers", f"gradient of the last of {unit.name}", Quantity(unit.last, "P(last)") * a
             )
-    if head:
-        moments += _loss_moments(
-            s, training, head, [*base, *before, *kept(counts, 1), *always, *unreduced], bool(always)
-        )
-    if embed or tied:
-        moments.append(
-            _embedding_moment(
-                s,
-                embed or head,
-                base,
-                before,
-                tied,
-                _gradients(locals_, p, None, head, bool(tied), 0) if not piped else [],
-                unreduced,
-                a,
-                r,
-            )
-        )
-    step = [*base, *held("gradients")]
-    if training.optimizer == "foreach":
-        step += [Entry("working", f"root of the second moments of {e.name}", e.size) for e in held("parameters")]
-    moments.append(Snapshot("optimizer step", tuple(step)))
-    letters = {name: getattr(s, name).value for name in "BSTtDKHGFVa"} | {"p": p.value, "r": r.value}
-    if shape.num_experts:
-        letters |= {name: getattr(s, name).value for name in "EkMmNRc"}
-    for unit in [u for u, _, _ in layers] + [u for u in (embed, head) if u]:
-        letters |= {f"p({unit.name})": unit.local, f"P({unit.name})": unit.dense + unit.experts}
-    return Memory(stage, tuple(moments), letters)
+        yield Snapshot(f"reducing {which}: reduce-scatter", (*common, other, out, _reducing(unit, r)))
+
+    def _embedding(self) -> Iterator[Snapshot]:
+        unit = self.embedding or (self.head if self.tied else None)
+        if not unit:
+            return
+        ops = embedding(self.s)
+        tape = replay_backward(ops, {}, "x")
+        live = [e for e in _entries(tape, _parts(ops), ()) if not e.name.startswith("parameter")]
+        always = self.always if self.stays else []
+        yield from self._reduction(unit, "the embedding", [*self.base, *always, *self._gradients(None), *live])
+
+    def _gradients(self, done: int | None) -> list[Entry]:
+        """Sharded gradients when `done` layers of each kind (None: all) are reduced; the head's come first, tied ones last."""
+        if self.piped:
+            return []
+        numbers = [(unit, n if done is None else min(n, done)) for unit, _, n in self.layers]
+        if self.head and not self.tied:
+            numbers.append((self.head, 1))
+        return [_times(n, "gradients", unit.name, unit.held(self.p)) for unit, n in numbers if n]
+
+    def _optimizer(self) -> Snapshot:
+        still = ("gradient buffers", "working") if self.piped else ("working",)
+        base = [entry for entry in self.base if entry.part not in still]
+        base += [_times(n, "gradients", unit.name, unit.held(self.p)) for unit, n in self.units]
+        if self.training.optimizer == "foreach":
+            base += [
+                _times(n, "working", f"roots of {unit.name}'s second moments", unit.held(self.p))
+                for unit, n in self.units
+            ]
+        return Snapshot("optimizer step", tuple(base))
+
+    def _kept_by_part(self) -> dict[str, float]:
+        entries = self._kept(self.counts)
+        if self.head:
+            ops = head_and_loss(self.s, self.training)
+            parts = _parts(ops)
+            sizes = kept_sizes(ops, {"y": self.s.t * self.s.D * self.s.a})
+            entries += [Entry(parts.get(name, "activations"), name, size) for name, size in sizes.items()]
+        if self.training.attention == "masked" and self.training.checkpointing != "none":
+            entries.append(Entry("attention", "document mask", self.s.T * self.s.S))
+        sums: dict[str, float] = {}
+        for entry in entries:
+            sums[entry.part] = sums.get(entry.part, 0.0) + entry.size.value
+        return sums
+
+    def _letters(self) -> dict[str, float]:
+        names = "BSTtDKHGFVa" + ("EkMmNRc" if self.shape.num_experts else "")
+        letters = {name: getattr(self.s, name).value for name in names} | {"p": self.p.value, "r": self.r.value}
+        for unit, _ in self.units:
+            letters |= {f"p({unit.name})": unit.local, f"P({unit.name})": unit.dense + unit.experts}
+        return letters
 
 
-def _gradients(
-    locals_: list[tuple[str, int, int]], p: Quantity, done: int | None, head: _Unit | None, tied: bool, _: int
-) -> list[Entry]:
-    """Sharded gradients that exist when `done` layers (None: all) have been reduced; the head's come first unless tied."""
-    found = []
-    for name, local, n in locals_:
-        if name == "embedding" or (name == "head" and tied):
-            continue
-        number = min(n, done) if name == "layer" and done is not None else n
-        if number:
-            found.append(
-                Entry(
-                    "gradients",
-                    f"{number} x {name}" if number != 1 else name,
-                    number * Quantity(local, f"p({name})") * p,
-                )
-            )
-    return found
+def _times(n: int, part: str, name: str, size: Quantity) -> Entry:
+    return Entry(part, f"{n} x {name}" if n != 1 else name, n * size)
 
 
-def _loss_moments(s: Symbols, training: Training, head: _Unit, common: list[Entry], gathered: bool) -> list[Snapshot]:
-    """Head and loss: forward, backward."""
-    ops = head_and_loss(s, training)
-    given: Sizes = {"y": s.t * s.D * s.a}
-    parts = _parts(ops)
-    here = [] if gathered else [Entry("gathered parameters", "head", head.gathered(s.a))]
-    forward = replay_forward(ops, given, True)
-    backward = replay_backward(ops, given, "loss")
-    return [
-        Snapshot(f"loss: {forward.where}", (*common, *here, *_entries(forward, parts, parts))),
-        Snapshot(f"loss: {backward.where}", (*common, *here, *_entries(backward, parts, parts))),
-    ]
-
-
-def _embedding_moment(
-    s: Symbols,
-    unit: _Unit | None,
-    base: list[Entry],
-    before: list[Entry],
-    tied: list[Entry],
-    gradients: list[Entry],
-    unreduced: list[Entry],
-    a: Quantity,
-    r: Quantity,
-) -> Snapshot:
-    """The embedding's gradient is as large as its table, before and in the buffer that is reduced."""
-    assert unit is not None
-    ops = embedding(s)
-    tape = replay_backward(ops, {}, "x")
-    live = [e for e in _entries(tape, _parts(ops), ()) if not e.name.startswith("parameter")]
-    buffers = [
-        Entry("gradient buffers", f"gradient of {unit.name}", unit.gathered(a)),
-        Entry("gradient buffers", f"reduce-scatter input of {unit.name}", unit.gathered(r)),
-    ]
-    return Snapshot(
-        "reduction of the embedding's gradient", (*base, *before, *tied, *gradients, *unreduced, *buffers, *live)
-    )
+def _reducing(unit: _Unit, r: Quantity) -> Entry:
+    return Entry("gradient buffers", f"reduce-scatter input of {unit.name}", unit.full(r))

@@ -13,7 +13,7 @@ from typing import Literal
 from neuron_parallel.plan import ParallelPlan, expert_shard_dim
 from neuron_parallel.shape import ModelShape
 
-__all__ = ["Parameter", "local_shape", "parameters", "unit_bytes"]
+__all__ = ["Parameter", "Unit", "local_shape", "parameters", "unit_numbers"]
 
 Unit = Literal["embedding", "layer", "head"]
 
@@ -97,13 +97,3 @@ def unit_numbers(table: tuple[Parameter, ...], plan: ParallelPlan, unit: Unit) -
         if parameter.unit == unit:
             local = math.prod(local_shape(parameter, plan))
             yield parameter, local, local * _before_fsdp(parameter, plan)[1]
-
-
-def unit_bytes(
-    shape: ModelShape, plan: ParallelPlan, unit: Unit, moe: bool, experts: bool | None = None
-) -> tuple[int, int]:
-    """(elements that a core holds, elements when gathered) of a unit; `experts` restricts it to those, or to the rest."""
-    rows = [
-        row for row in unit_numbers(parameters(shape, moe), plan, unit) if experts is None or row[0].expert == experts
-    ]
-    return sum(local for _, local, _ in rows), sum(gathered for _, _, gathered in rows)
