@@ -5,7 +5,7 @@ be balanced (TorchTitan's own debug switch), since rows an expert gets are an in
 """
 
 import copy
-import os
+import random
 import tempfile
 from collections import Counter
 from contextlib import ExitStack
@@ -15,13 +15,13 @@ from unittest.mock import patch
 
 import torch
 from integration.tensor_bytes import TensorBytes
-from neuron_parallel.plan import ParallelPlan, Training
+from neuron_parallel.plan import ParallelPlan, Training, errors
 from neuron_parallel.shape import ModelShape
 
 ROOT = Path(__file__).parents[2]
 TINY = {
-    "vocab_size": 2048,
-    "hidden_size": 64,
+    "vocab_size": 2052,
+    "hidden_size": 72,
     "intermediate_size": 160,
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
@@ -143,6 +143,8 @@ def measure(rank: int, plan: ParallelPlan, shape: ModelShape, training: Training
             from torchtitan import trainer as titan_trainer
 
             stack.enter_context(patch.object(titan_trainer.dist_utils, "init_distributed", lambda *_, **__: dist.get_world_size()))
+        if shape.num_experts:  # config.json of a mixture of experts is not what is measured
+            stack.enter_context(patch("titan_recipes.trainer.hf_config", lambda *_, **__: {}))
         for name, method in _functional_exchange().items():
             stack.enter_context(patch.object(token_dispatcher.AllToAllTokenDispatcher, name, method))
         trainer = config.build()
@@ -243,3 +245,33 @@ def _functional_exchange() -> dict[str, Any]:
         return wait_tensor(all_to_all_single_autograd(x, input_splits, output_splits, self.ep_mesh))
 
     return {"_token_count_exchange": counts, "_dispatch_token_exchange": there, "_combine_token_exchange": back}
+
+
+def layouts(seed: int, count: int) -> list[tuple[ParallelPlan, ModelShape, Training]]:
+    """Drawn from the valid grid: 1, 2 or 4 ranks, each kind of model and each checkpointing mode in turn."""
+    draw = random.Random(seed)
+    found: list[tuple[ParallelPlan, ModelShape, Training]] = []
+    while len(found) < count:
+        i = len(found)
+        shape = (DENSE, MOE, TIED, MOE)[i % 4]
+        world = draw.choice((2, 2, 4))
+        plan = ParallelPlan(
+            dp_replicate=draw.choice((1, 1, 2)),
+            tp=draw.choice((1, 2, 2, 4)),
+            ep=draw.choice((1, 2, 4)) if shape.num_experts else 1,
+            sequence_parallel=draw.random() < 0.8,
+            micro_batch=draw.choice((1, 2)),
+            seq_len=draw.choice((128, 256, 384)),
+        )
+        training = Training(
+            checkpointing=("none", "selective", "full")[i % 3],  # type: ignore[arg-type]
+            attention=draw.choice(("flash", "masked")),  # type: ignore[arg-type]
+            compute_bytes=draw.choice((2, 4)),  # type: ignore[arg-type]
+            optimizer=draw.choice(("foreach", "fused")),  # type: ignore[arg-type]
+            loss_chunks=draw.choice((1, 4, 8)),
+            reshard=draw.choice(("default", "default", "always", "never")),  # type: ignore[arg-type]
+            selective_keeps_attention=False,
+        )
+        if plan.dp_replicate * plan.tp <= world and not errors(plan, shape, world, training):
+            found.append((plan.resolve(world), shape, training))
+    return found

@@ -9,14 +9,14 @@ Symbols (all per core, after the plan's division):
     a  bytes of a computed element        c  bytes of an expert's computed element
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from neuron_parallel.plan import ParallelPlan, Training
 from neuron_parallel.quantity import ZERO, Quantity
 from neuron_parallel.shape import ModelShape
 from neuron_parallel.tape import Op, Sizes
 
-__all__ = ["Symbols", "block", "embedding", "head_and_loss"]
+__all__ = ["Symbols", "before_head", "block", "embedding", "head_and_loss"]
 
 
 @dataclass(frozen=True)
@@ -238,9 +238,9 @@ def _experts(s: Symbols, training: Training) -> list[Op]:
             (),
             {"expert ids": m * s.k * 8},
             scratch=m * E,
-            part="dispatch",
+            part="activations",
         ),
-        Op("normalise", ("chosen",), {"weights": N * 4}, ("chosen",), {"sum of chosen": m * 4}, part="dispatch"),
+        Op("normalise", ("chosen",), {"weights": N * 4}, ("chosen",), {"sum of chosen": m * 4}, part="activations"),
         Op(
             "sort weights",
             ("weights",),
@@ -314,45 +314,46 @@ def embedding(s: Symbols) -> list[Op]:
         (),
         {"looked up": T * D * a},
         (),
-        {"rows of this rank": T * a},
+        {"ids and rows of this rank": T * (8 + a)},
         weight=s.V * D * a,
         scratch=T * D * a,
     )
     return [looked_up, *_reduce("looked up", "x", s)]
 
 
-def head_and_loss(s: Symbols, training: Training) -> list[Op]:
-    """From the last layer's "y" to the loss. Chunked, the logits are those of one chunk."""
-    D, a, chunks = s.D, s.a, training.loss_chunks
-    x = "gathered y" if s.split else "norm(y)"
-    T = s.T / chunks
-    logits = T * s.V * 4
+def before_head(s: Symbols, training: Training) -> list[Op]:
+    """Final norm, from the last layer's "y" to the head's input; for a chunked loss also the chunks and their gradients."""
+    D, a = s.D, s.a
     ops = [_norm("final norm", "y", "norm(y)", s.t, D, s), *_gather("norm(y)", "gathered y", s)]
-    if chunks > 1:
-        ops.append(Op("chunks", (x,), {"chunk": s.T * D * a}, (), {"gradient of chunks": s.T * D * 4}))
-        x = "chunk"
-    ops.append(Op("head", (x,), {"logits": T * s.V * a}, (x,), weight=s.V * D * a, part="logits"))
+    x = "gathered y" if s.split else "norm(y)"
+    if training.loss_chunks > 1:
+        ops.append(Op("chunks", (x,), {"chunks": s.T * D * a}, ("chunks",), {"gradients of chunks": s.T * D * 4}))
+    else:
+        ops.append(Op("head input", (x,), keeps=(x,)))
+    return ops
+
+
+def head_and_loss(s: Symbols, training: Training) -> list[Op]:
+    """Head and loss of all tokens, or of one chunk of them."""
+    a = s.a
+    T = s.T / training.loss_chunks
+    logits = T * s.V * 4
+    ops = [Op("head", (), {"logits": T * s.V * a}, weight=s.V * s.D * a, part="logits")]
+    if (
+        training.loss_chunks > 1
+    ):  # the variable that held the last chunk's logits until now, and holds these until the next
+        ops[0] = replace(ops[0], scratch=T * s.V * a, keeps=("logits",))
     source = "logits"
     if s.a.value == 2:
         ops.append(Op("logits to fp32", ("logits",), {"logits in fp32": logits}, part="logits"))
         source = "logits in fp32"
+    loss: Sizes = {"loss": Quantity(4, "4")}
     if s.tp > 1:
         # TorchTitan's vocabulary-parallel loss: shifted logits, their exponentials, and both again backward
-        return [
-            *ops,
-            Op(
-                "loss",
-                (source,),
-                {"loss": Quantity(4, "4")},
-                (),
-                {"log-probabilities": logits},
-                scratch=logits,
-                scratch_backward=2 * logits,
-                part="logits",
-            ),
-        ]
+        new: Sizes = {"log-probabilities": logits}
+        return [*ops, Op("loss", (source,), loss, (), new, scratch=logits, scratch_backward=2 * logits, part="logits")]
     return [
         *ops,
         Op("log-softmax", (source,), {"log-probabilities": logits}, ("log-probabilities",), part="logits"),
-        Op("loss", ("log-probabilities",), {"loss": Quantity(4, "4")}, (), part="logits"),
+        Op("loss", ("log-probabilities",), loss, (), part="logits"),
     ]

@@ -16,17 +16,17 @@ and gradients are reduced once, after the last micro-batch.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
-from neuron_parallel.blocks import Symbols, block, embedding, head_and_loss
+from neuron_parallel.blocks import Symbols, before_head, block, embedding, head_and_loss
 from neuron_parallel.hardware import Cluster
-from neuron_parallel.placement import Unit, parameters, unit_numbers
 from neuron_parallel.plan import ParallelPlan, Training, stage_layers
 from neuron_parallel.quantity import Quantity
 from neuron_parallel.shape import ModelShape
-from neuron_parallel.tape import Moment, Op, Sizes, kept_sizes, replay_backward, replay_forward
+from neuron_parallel.tape import Op, Sizes, kept_sizes, replay_backward, replay_forward
+from neuron_parallel.units import Unit, fsdp_unit
 
-__all__ = ["PARTS", "Memory", "Snapshot", "device_allowance", "memory"]
+__all__ = ["PARTS", "Memory", "Snapshot", "device_allowance", "least_bytes", "memory"]
 
 PARTS = (
     "parameters",
@@ -64,16 +64,40 @@ class Entry:
     size: Quantity
 
 
+class _Group:
+    """Entries that come together, so often that their sum is kept with them."""
+
+    __slots__ = ("bytes", "entries")
+
+    def __init__(self, *entries: Entry) -> None:
+        self.entries = entries
+        self.bytes = sum(entry.size.value for entry in entries)
+
+
+_Terms = list[tuple[int, _Group]]
+"""So many times each group."""
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """What lives on a core at one moment."""
 
     where: str
-    entries: tuple[Entry, ...]
+    terms: tuple[tuple[int, _Group], ...]
 
     @property
     def bytes(self) -> float:
-        return sum(entry.size.value for entry in self.entries)
+        return sum(times * group.bytes for times, group in self.terms)
+
+    @property
+    def entries(self) -> list[Entry]:
+        """Every tensor group, with its formula."""
+        return [
+            entry if times == 1 else Entry(entry.part, f"{times} x {entry.name}", times * entry.size)
+            for times, group in self.terms
+            if times
+            for entry in group.entries
+        ]
 
     def by_part(self) -> dict[str, float]:
         """Bytes by part, all PARTS in order."""
@@ -106,7 +130,7 @@ class Memory:
     kept: dict[str, float]
     """Bytes by part that one micro-batch leaves between forward and backward."""
 
-    @property
+    @cached_property
     def peak(self) -> Snapshot:
         """The largest moment."""
         return max(self.moments, key=lambda moment: moment.bytes)
@@ -129,58 +153,39 @@ def memory(plan: ParallelPlan, shape: ModelShape, training: Training | None = No
     return max((_Stage(plan, shape, training, stage).memory() for stage in stages), key=lambda m: m.peak.bytes)
 
 
-@dataclass(frozen=True)
-class _Unit:
-    """A unit of FSDP. Elements on this core (`local`), and when gathered (padded): dense parameters, experts, its last parameter."""
-
-    name: str
-    local: int
-    dense: int
-    experts: int
-    last: int
-    dense_ranks: int
-    expert_ranks: int
-
-    def held(self, bytes_each: Quantity) -> Quantity:
-        """On this core."""
-        return Quantity(self.local, f"p({self.name})") * bytes_each
-
-    def full(self, bytes_each: Quantity) -> Quantity:
-        """Gathered."""
-        return Quantity(self.dense + self.experts, f"P({self.name})") * bytes_each
-
-    def flat(self, bytes_each: Quantity) -> Quantity:
-        """All-gather output before it is copied out to the parameters: only where there is a group."""
-        elements = (self.dense if self.dense_ranks > 1 else 0) + (self.experts if self.expert_ranks > 1 else 0)
-        return Quantity(elements, f"P({self.name})") * bytes_each
-
-
-@lru_cache(maxsize=8192)
-def _unit(shape: ModelShape, plan: ParallelPlan, name: Unit, moe: bool) -> _Unit:
-    rows = list(unit_numbers(parameters(shape, moe), plan, name))
-    dense = sum(gathered for row, _, gathered in rows if not row.expert)
-    experts = sum(gathered for row, _, gathered in rows if row.expert)
-    expert_ranks = plan.efsdp if plan.ep > 1 else plan.fsdp
-    local = sum(local for _, local, _ in rows)
-    return _Unit(name, local, dense, experts, rows[-1][2] if rows else 0, plan.fsdp, expert_ranks)
+def least_bytes(plan: ParallelPlan, shape: ModelShape, training: Training) -> float:
+    """A lower bound that costs little: parameters and moments, and what all layers of the first stage keep."""
+    moe = shape.num_experts > 0
+    layers = min(stage_layers(shape.num_hidden_layers, plan.pp))
+    in_flight = min(plan.pp, plan.micro_batches)
+    kept = _layer(plan, shape, training, moe).kept.bytes
+    if shape.dense_layers:
+        kept = min(kept, _layer(plan, shape, training, False).kept.bytes)
+        moe = False
+    return layers * (3.0 * fsdp_unit(shape, plan, "layer", moe).owned * training.param_bytes + in_flight * kept)
 
 
 @dataclass(frozen=True)
 class _Layer:
     """What a decoder layer keeps and needs: results of its tape."""
 
-    kept: Sizes
+    kept: _Group
     """Between forward and backward."""
-    parts: dict[str, str]
-    forward: Moment
-    recompute: Moment | None
-    backward: Moment
+    forward: _Group
+    forward_at: str
+    recompute: _Group | None
+    recompute_at: str
+    backward: _Group
+    backward_at: str
 
 
 def _layer(plan: ParallelPlan, shape: ModelShape, training: Training, moe: bool) -> _Layer:
-    """The tape's results, which do not depend on what the cores are many of."""
-    same = replace(plan, dp_replicate=1, dp_shard=plan.ep, pp=1, global_batch=-1)
-    return _layer_of(same, shape, training, moe)
+    """The tape's results, which do not depend on how many data-parallel ranks there are."""
+    return _layer_of(_without_dp(plan), shape, training, moe)
+
+
+def _without_dp(plan: ParallelPlan) -> ParallelPlan:
+    return replace(plan, dp_replicate=1, dp_shard=plan.ep, pp=1, global_batch=-1)
 
 
 @lru_cache(maxsize=4096)
@@ -188,38 +193,74 @@ def _layer_of(plan: ParallelPlan, shape: ModelShape, training: Training, moe: bo
     s = Symbols.of(plan, shape, training)
     ops = block(s, training, moe)
     x: Sizes = {"x": s.t * s.D * s.a}
-    if training.checkpointing == "none":
-        kept = kept_sizes(ops, x)
-        return _Layer(kept, _parts(ops), replay_forward(ops, x, True, ("y",)), None, replay_backward(ops, x, "y"))
-    kept = dict(x)
+    parts = _parts(ops)
+    none = training.checkpointing == "none"
+    kept = kept_sizes(ops, x) if none else dict(x)
     if training.checkpointing == "selective":
         kept |= {name: size for op in ops if op.selective for name, size in op.makes.items()}
-    forward = replay_forward(ops, x, False, ("y",))
-    missing = {name: size for name, size in kept.items() if name not in forward.live}
-    saved = sum(size.value for size in missing.values())
-    forward = Moment(forward.where, forward.bytes + saved, {**forward.live, **missing})
-    return _Layer(kept, _parts(ops), forward, replay_forward(ops, x, True, ("y",)), replay_backward(ops, x, "y"))
+    forward = replay_forward(ops, x, none, ("y",))
+    live = {**kept, **forward.live} if not none else forward.live
+    backward = replay_backward(ops, x, "y")
+    recompute = None if none else replay_forward(ops, x, True, ("y",))
+    return _Layer(
+        kept=_Group(*(Entry(parts.get(name, "activations"), name, size) for name, size in kept.items())),
+        forward=_named(live, parts, kept),
+        forward_at=forward.where,
+        recompute=_named(recompute.live, parts, parts) if recompute else None,
+        recompute_at=recompute.where if recompute else "",
+        backward=_named(backward.live, parts, {*parts, "x"}),
+        backward_at=backward.where,
+    )
+
+
+@dataclass(frozen=True)
+class _Loss:
+    """What final norm, head and loss keep and need: results of their tapes."""
+
+    kept: _Group
+    """By the final norm and for the head, beside the logits."""
+    moments: tuple[tuple[str, _Group], ...]
+    after_forward: _Group
+    """What the model's own forward pass keeps: a chunked loss has not begun then."""
+
+
+@lru_cache(maxsize=1024)
+def _loss_of(plan: ParallelPlan, shape: ModelShape, training: Training) -> _Loss:
+    s = Symbols.of(plan, shape, training)
+    before, ops = before_head(s, training), head_and_loss(s, training)
+    parts = _parts(ops)
+    kept = kept_sizes(before, {"y": s.t * s.D * s.a})
+    logits = {} if training.loss_chunks > 1 else kept_sizes(ops, {})
+
+    def group(sizes: Sizes) -> _Group:
+        return _Group(*(Entry(parts.get(name, "activations"), name, size) for name, size in sizes.items()))
+
+    moments = (replay_forward(ops, {}, True), replay_backward(ops, {}, "loss"))
+    return _Loss(
+        kept=group(kept),
+        moments=tuple((moment.where, _named(moment.live, parts, parts)) for moment in moments),
+        after_forward=group({name: size for name, size in (kept | logits).items() if "chunks" not in name}),
+    )
 
 
 def _parts(ops: Iterable[Op]) -> dict[str, str]:
     return {name: op.part for op in ops for name in (*op.makes, *op.keeps_new)}
 
 
-def _entries(moment: Moment, parts: dict[str, str], kept: Iterable[str]) -> list[Entry]:
+def _named(live: Sizes, parts: dict[str, str], kept: Iterable[str]) -> _Group:
     """A tape's moment: what is kept under its own part, parameter gradients as buffers, logits' sizes as such, the rest as working
     memory."""
     kept = set(kept)
     found = []
-    for name, size in moment.live.items():
-        owner = name.removeprefix("gradient of ")
+    for name, size in live.items():
         if name.startswith("parameter gradient"):
             part = "gradient buffers"
-        elif parts.get(owner) == "logits" or name.startswith("scratch of loss"):
+        elif parts.get(name.removeprefix("gradient of ")) == "logits" or name.startswith("scratch of loss"):
             part = "logits"
         else:
             part = parts.get(name, "activations") if name in kept else "working"
         found.append(Entry(part, name, size))
-    return found
+    return _Group(*found)
 
 
 class _Stage:
@@ -235,176 +276,222 @@ class _Stage:
         self.moe_layers = round(count * shape.moe_layers / shape.num_hidden_layers)
         numbers = {True: self.moe_layers, False: count - self.moe_layers}
         self.layers = [
-            (_unit(shape, plan, "layer", moe), _layer(plan, shape, training, moe), n) for moe, n in numbers.items() if n
+            (fsdp_unit(shape, plan, "layer", moe), _layer(plan, shape, training, moe), n) for moe, n in numbers.items() if n
         ]
         self.counts = [n for _, _, n in self.layers]
         first, last = stage == 0, stage == plan.pp - 1
-        self.embedding = _unit(shape, plan, "embedding", False) if first and not self.tied else None
-        self.head = _unit(shape, plan, "head", False) if last else None
-        self.ends = [unit for unit in (self.embedding, self.head) if unit]
-        self.units = [(unit, n) for unit, _, n in self.layers] + [(unit, 1) for unit in self.ends]
+        self.embedding = fsdp_unit(shape, plan, "embedding", False) if first and not self.tied else None
+        self.head = fsdp_unit(shape, plan, "head", False) if last else None
+        self.units = [(unit, n) for unit, _, n in self.layers]
+        self.units += [(unit, 1) for unit in (self.embedding, self.head) if unit]
         # Parameters that stay gathered from first use to the step's end.
         self.stays = training.reshard == "never" or (training.reshard == "default" and self.piped)
-        self.always: list[Entry] = []
-        if self.stays:
-            self.always = [_times(n, "gathered parameters", unit.name, unit.full(self.s.a)) for unit, n in self.units]
-        elif self.tied and self.head:
-            self.always = [Entry("gathered parameters", "tied embedding", self.head.full(self.s.a))]
+        # With tied weights the table stays gathered from the embedding's forward to its backward.
+        self.shared = self._gathered(self.head, 1, 0) if self.tied and self.head else []
+        self.x = _Group(Entry("working", "gradient of x", self.s.t * self.s.D * self.s.a))
         self.base = self._base()
 
     def memory(self) -> Memory:
         moments = [*self._forward(), *self._loss(), *self._backward(), *self._embedding(), self._optimizer()]
         return Memory(self.stage, tuple(moments), self._letters(), self._kept_by_part())
 
-    def _base(self) -> list[Entry]:
+    def _base(self) -> _Terms:
         """What lives all the time, and with it the activations of other micro-batches in flight."""
         s, plan = self.s, self.plan
-        found = [_times(n, "parameters", unit.name, unit.held(self.p)) for unit, n in self.units]
-        found += [_times(2 * n, "moments", unit.name, unit.held(self.p)) for unit, n in self.units]
-        found.append(Entry("tables", "rope tables", sum(self.counts) * s.S * 2 * s.K * 4))
+        found: _Terms = []
+        for unit, n in self.units:
+            found += [(n, _Group(Entry("parameters", unit.name, unit.held(self.p))))]
+            found += [(2 * n, _Group(Entry("moments", unit.name, unit.held(self.p))))]
+        always = [Entry("tables", "rope tables", sum(self.counts) * s.S * 2 * s.K * 4)]
         if self.moe_layers:
-            found.append(Entry("tables", "expert counts and biases", 2 * self.moe_layers * s.E * 4))
+            always.append(Entry("tables", "expert counts and biases", 2 * self.moe_layers * s.E * 4))
         batches = plan.micro_batches if self.piped else 1
-        found.append(Entry("working", "tokens, positions, labels", 3 * batches * s.T * 8))
-        if self.piped and self.stage:
-            found.append(Entry("working", "received activations", batches * s.t * s.D * s.a))
+        always.append(Entry("working", "tokens, positions, labels", 3 * batches * s.T * 8))
+        if self.stage:
+            always.append(Entry("working", "received activations", batches * s.t * s.D * s.a))
+        else:
+            always += [Entry("activations", name, size) for name, size in kept_sizes(embedding(s), {}).items()]
         if self.training.attention == "masked":
-            found.append(Entry("attention", "document mask", s.T * s.S))
-        if self.piped and plan.micro_batches > 1:
-            found += [
-                _times(n, "gradient buffers", f"unreduced gradients of {u.name}", u.full(self.r)) for u, n in self.units
-            ]
+            always.append(Entry("attention", "document mask", s.T * s.S))
+        found.append((1, _Group(*always)))
+        for unit, n in self.units:
+            for part in unit.parts:
+                if self.piped and plan.micro_batches > 1:
+                    found.append(
+                        (n, _Group(Entry("gradient buffers", f"unreduced gradients of {part.name}", part.full(self.r))))
+                    )
+                if self.stays:
+                    found.append((n, _Group(Entry("gathered parameters", part.name, part.full(s.a)))))
         in_flight = min(plan.pp - self.stage, plan.micro_batches)
-        if in_flight > 1:
-            found += self._kept([n * (in_flight - 1) for n in self.counts])
+        return found + self._kept([n * (in_flight - 1) for n in self.counts])
+
+    def _kept(self, numbers: list[int]) -> _Terms:
+        """Between forward and backward, for so many layers of each kind."""
+        return [(n, layer.kept) for (_, layer, _), n in zip(self.layers, numbers, strict=True) if n]
+
+    def _gathered(self, unit: Unit, copies: int = 1, flats: int = 1) -> _Terms:
+        """A unit's parameters while it computes, and flat buffers as large."""
+        a = self.s.a
+        found: _Terms = []
+        for part in unit.parts:
+            if not self.stays:
+                found.append((copies, _Group(Entry("gathered parameters", part.name, part.full(a)))))
+            if part.ranks > 1:
+                found.append((flats, _Group(Entry("gathered parameters", f"{part.name}, as gathered", part.flat(a)))))
+            elif copies and a.value != self.p.value:  # no collective, but a cast
+                found.append(
+                    (1, _Group(Entry("gathered parameters", f"cast of the last of {part.name}", part.lasts(a))))
+                )
         return found
 
-    def _kept(self, layers: list[int]) -> list[Entry]:
-        """Between forward and backward, for so many layers of each kind."""
+    def _copied(self, unit: Unit) -> _Terms:
+        """While a unit is gathered, its experts that are divided by another dimension than the first exist once more."""
         return [
-            _times(n, layer.parts.get(name, "activations"), name, size)
-            for (_, layer, _), n in zip(self.layers, layers, strict=True)
-            if n
-            for name, size in layer.kept.items()
+            (1, _Group(Entry("gathered parameters", f"split {part.name}", part.splits(self.s.a))))
+            for part in unit.parts
         ]
 
-    def _gathered(self, unit: _Unit, copies: int = 1, flats: int = 1) -> list[Entry]:
-        """A unit's parameters while it computes, and flat buffers as large."""
-        if self.stays or (self.tied and unit is self.head):
-            return []
-        found = [Entry("gathered parameters", unit.name, copies * unit.full(self.s.a))]
-        return found + [Entry("gathered parameters", f"{unit.name}, as gathered", flats * unit.flat(self.s.a))]
-
     def _forward(self) -> Iterator[Snapshot]:
-        for index, (unit, layer, _) in enumerate(self.layers):
-            before = self._kept([n - (i == index) for i, n in enumerate(self.counts)])
-            common = (*self.base, *self.always, *before)
-            x = Entry("activations", "x", self.s.t * self.s.D * self.s.a)
-            yield Snapshot("gathering a layer", (*common, x, *self._gathered(unit, 1, 2)))
-            entries = _entries(layer.forward, layer.parts, layer.kept)
-            yield Snapshot(f"forward of a layer: {layer.forward.where}", (*common, *self._gathered(unit), *entries))
+        x = (1, _Group(Entry("activations", "x", self.s.t * self.s.D * self.s.a)))
+        ahead = int(self.plan.ep > 1)  # with experts apart, TorchTitan gathers the next layer ahead
+        for index, (unit, layer, n) in enumerate(self.layers):
+            before = self._kept([m - (i == index) for i, m in enumerate(self.counts)])
+            common = (*self.base, *self.shared, *before)
+            yield Snapshot("gathering a layer", (*common, x, *self._gathered(unit, 1, 2), *self._copied(unit)))
+            first = self.head if self.tied else self.embedding
+            if first:
+                flat = self._gathered(first, 0, 1)
+                yield Snapshot(
+                    "gathering the first layer",
+                    (*self.base, *self.shared, x, *flat, *self._gathered(unit), *self._copied(unit)),
+                )
+            computing = (*self._gathered(unit, 1, 1 + (ahead if n > 1 else 0)), (1, layer.forward))
+            yield Snapshot(f"forward of a layer: {layer.forward_at}", (*common, *computing))
 
     def _loss(self) -> Iterator[Snapshot]:
         if not self.head:
             return
-        ops = head_and_loss(self.s, self.training)
-        given: Sizes = {"y": self.s.t * self.s.D * self.s.a}
-        parts = _parts(ops)
-        common = (*self.base, *self.always, *self._kept(self.counts))
-        if self.layers:
-            before = [] if self.stays else self._gathered(self.layers[0][0], 0, 1)
-            y = Entry("activations", "y", given["y"])
-            yield Snapshot("gathering the head", (*common, y, *before, *self._gathered(self.head)))
-        for moment in (replay_forward(ops, given, True), replay_backward(ops, given, "loss")):
-            entries = _entries(moment, parts, parts)
-            yield Snapshot(f"loss: {moment.where}", (*common, *self._gathered(self.head, flats=0), *entries))
+        loss = _loss_of(_without_dp(self.plan), self.shape, self.training)
+        common: _Terms = [*self.base, *self._kept(self.counts)]
+        flat = self._gathered(self.layers[0][0], 0, 1) if self.layers else []
+        y = self.s.t * self.s.D * self.s.a
+        if not self.tied:
+            gathered = self._gathered(self.head)
+            yield Snapshot("gathering the head", (*common, (1, _Group(Entry("activations", "y", y))), *flat, *gathered))
+        head = self.shared if self.tied else [term for term in self._gathered(self.head, 1, 0) if self.stays or term[0]]
+        for where, group in loss.moments:
+            yield Snapshot(f"loss: {where}", (*common, *head, (1, loss.kept), (1, group)))
         if not self.piped and not self.tied:
-            flat = self._gathered(self.layers[0][0], 0, 1) if self.layers else []
-            y = Entry("working", "gradient of y", given["y"])
-            yield from self._reduction(self.head, "the head", [*common, *flat, y])
+            # A chunked loss reduces the head's gradient while everything else still lives.
+            chunked = self.training.loss_chunks > 1
+            still = [*head, (1, loss.kept)] if chunked else [*flat, (1, _Group(Entry("working", "gradient of y", y)))]
+            yield from self._reduction(self.head, "the head", [*common, *still])
 
     def _backward(self) -> Iterator[Snapshot]:
-        s = self.s
         for index, (unit, layer, n) in enumerate(self.layers):
             rest = [m - (i == index) for i, m in enumerate(self.counts)]
-            reducing = self.head if self.head and not self.tied and not self.piped else None
-            own = unit if not self.piped else None
+            after_head = self.head if not self.piped and not self.tied else None
+            after_layer = unit if not self.piped else None
             for which, left, done, buffer in (
-                ("last", rest, 0, reducing),
-                ("first", [0] * len(rest), max(0, n - 1), own if n > 1 else reducing),
+                ("last", rest, 0, after_head),
+                ("first", [0] * len(rest), max(0, n - 1), after_layer if n > 1 else after_head),
             ):
-                common = [*self.base, *self.always, *self._kept(left), *self._gradients(done)]
-                computing = [*common, *self._gathered(unit)]
-                if buffer:
-                    computing.append(_reducing(buffer, self.r))
+                common: _Terms = [*self.base, *self.shared, *self._kept(left), *self._gradients(done)]
+                if self.tied and self.head:  # waits for the embedding's gradient
+                    table = Entry("gradient buffers", "gradient of the head", self.head.parts[0].lasts(self.s.a))
+                    common.append((1, _Group(table)))
+                computing = [*common, *self._gathered(unit), *(self._reducing(buffer) if buffer else [])]
                 if layer.recompute:
-                    entries = _entries(layer.recompute, layer.parts, layer.parts)
-                    gradient = Entry("working", "gradient of y", s.t * s.D * s.a)
-                    where = f"recomputation of the {which} layer: {layer.recompute.where}"
-                    yield Snapshot(where, (*computing, *entries, gradient))
-                entries = _entries(layer.backward, layer.parts, layer.parts)
-                yield Snapshot(f"backward of the {which} layer: {layer.backward.where}", (*computing, *entries))
-                gradient = Entry("working", "gradient of x", s.t * s.D * s.a)
-                grads = Entry("gradient buffers", "gradients of a layer", unit.full(s.a))
-                yield Snapshot(f"end of the {which} layer's backward", (*computing, gradient, grads))
-                flat = [] if self.stays else self._gathered(unit, 0, 1)
-                yield from self._reduction(unit, f"the {which} layer", [*common, *flat, gradient])
+                    where = f"recomputation of the {which} layer: {layer.recompute_at}"
+                    yield Snapshot(where, (*computing, (1, layer.recompute), (1, self.x)))
+                yield Snapshot(f"backward of the {which} layer: {layer.backward_at}", (*computing, (1, layer.backward)))
+                yield Snapshot(
+                    f"end of the {which} layer's backward", (*computing, (1, self.x), *self._unreduced(unit))
+                )
+                flat = self._gathered(unit, 0, 1)
+                yield from self._reduction(unit, f"the {which} layer", [*common, *flat, (1, self.x)])
 
-    def _reduction(self, unit: _Unit, which: str, common: list[Entry]) -> Iterator[Snapshot]:
-        """FSDP's post-backward: gradients copied into the reduce-scatter's input, then its output beside it."""
+    def _unreduced(self, unit: Unit) -> _Terms:
+        return [
+            (1, _Group(Entry("gradient buffers", f"gradients of {part.name}", part.full(self.s.a))))
+            for part in unit.parts
+        ]
+
+    def _reduction(self, unit: Unit, which: str, common: _Terms) -> Iterator[Snapshot]:
+        """FSDP's post-backward, part by part, experts first: gradients copied into the reduce-scatter's input, then its output."""
         a, r = self.s.a, self.r
-        grads = Entry("gradient buffers", f"gradients of {unit.name}", unit.full(a))
-        yield Snapshot(f"reducing {which}: copy in", (*common, grads, _reducing(unit, r)))
-        out = Entry("gradient buffers", f"reduced gradients of {unit.name}", unit.held(r))
-        if unit.dense_ranks == 1:  # no collective: a copy, divided
-            other = Entry("gradient buffers", f"divided gradients of {unit.name}", unit.full(r))
-        else:  # the last parameter's gradient is still referred to
-            other = Entry(
-                "gradient buffers", f"gradient of the last of {unit.name}", Quantity(unit.last, "P(last)") * a
+        before: _Terms = []
+        for number in range(len(unit.parts) - 1, -1, -1):
+            part = unit.parts[number]
+            waiting = [
+                (1, _Group(Entry("gradient buffers", f"gradients of {p.name}", p.full(a))))
+                for p in unit.parts[: number + 1]
+            ]
+            buffer = (1, _Group(Entry("gradient buffers", f"reduce-scatter input of {part.name}", part.full(r))))
+            yield Snapshot(f"reducing {which}: copy in", (*common, *before, *waiting, buffer))
+            out = Entry("gradient buffers", f"reduced gradients of {part.name}", part.reduced(r))
+            if part.ranks == 1:  # no collective: a copy, divided
+                other = Entry("gradient buffers", f"divided gradients of {part.name}", part.full(r))
+            else:  # the last parameter's gradient is still referred to
+                other = Entry("gradient buffers", f"gradient of the last of {part.name}", part.lasts(a))
+            yield Snapshot(
+                f"reducing {which}: reduced", (*common, *before, *waiting[:-1], (1, _Group(other, out)), buffer)
             )
-        yield Snapshot(f"reducing {which}: reduce-scatter", (*common, other, out, _reducing(unit, r)))
+            before = [buffer, (1, _Group(Entry("gradients", part.name, part.reduced(self.p))))]
 
     def _embedding(self) -> Iterator[Snapshot]:
-        unit = self.embedding or (self.head if self.tied else None)
-        if not unit:
-            return
-        ops = embedding(self.s)
-        tape = replay_backward(ops, {}, "x")
-        live = [e for e in _entries(tape, _parts(ops), ()) if not e.name.startswith("parameter")]
-        always = self.always if self.stays else []
-        yield from self._reduction(unit, "the embedding", [*self.base, *always, *self._gradients(None), *live])
+        unit = self.head if self.tied else self.embedding
+        if unit and not self.piped:
+            ops = embedding(self.s)
+            live = replay_backward(ops, {}, "x").live
+            live = {name: size for name, size in live.items() if not name.startswith("parameter")}
+            common: _Terms = [*self.base, *self._gradients(None), (1, _named(live, _parts(ops), ()))]
+            yield from self._reduction(unit, "the embedding", common)
 
-    def _gradients(self, done: int | None) -> list[Entry]:
+    def _reducing(self, unit: Unit) -> _Terms:
+        return [
+            (1, _Group(Entry("gradient buffers", f"reduce-scatter input of {part.name}", part.full(self.r))))
+            for part in unit.parts
+        ]
+
+    def _gradients(self, done: int | None) -> _Terms:
         """Sharded gradients when `done` layers of each kind (None: all) are reduced; the head's come first, tied ones last."""
         if self.piped:
             return []
         numbers = [(unit, n if done is None else min(n, done)) for unit, _, n in self.layers]
         if self.head and not self.tied:
             numbers.append((self.head, 1))
-        return [_times(n, "gradients", unit.name, unit.held(self.p)) for unit, n in numbers if n]
+        return [(n, group) for unit, n in numbers if n for group in self._reduced(unit)]
+
+    def _reduced(self, unit: Unit) -> list[_Group]:
+        return [_Group(Entry("gradients", part.name, part.reduced(self.p))) for part in unit.parts]
 
     def _optimizer(self) -> Snapshot:
-        still = ("gradient buffers", "working") if self.piped else ("working",)
-        base = [entry for entry in self.base if entry.part not in still]
-        base += [_times(n, "gradients", unit.name, unit.held(self.p)) for unit, n in self.units]
-        if self.training.optimizer == "foreach":
-            base += [
-                _times(n, "working", f"roots of {unit.name}'s second moments", unit.held(self.p))
-                for unit, n in self.units
+        found: _Terms = []
+        for unit, n in self.units:
+            held = unit.held(self.p)
+            found += [
+                (n, _Group(Entry("parameters", unit.name, held))),
+                *((n, group) for group in self._reduced(unit)),
+                (2 * n, _Group(Entry("moments", unit.name, held))),
             ]
-        return Snapshot("optimizer step", tuple(base))
+            if self.training.optimizer == "foreach":
+                found.append((n, _Group(Entry("working", f"roots of {unit.name}'s second moments", held))))
+        tables = [entry for _, group in self.base for entry in group.entries if entry.part == "tables"]
+        return Snapshot("optimizer step", (*found, (1, _Group(*tables))))
 
     def _kept_by_part(self) -> dict[str, float]:
-        entries = self._kept(self.counts)
-        if self.head:
-            ops = head_and_loss(self.s, self.training)
-            parts = _parts(ops)
-            sizes = kept_sizes(ops, {"y": self.s.t * self.s.D * self.s.a})
-            entries += [Entry(parts.get(name, "activations"), name, size) for name, size in sizes.items()]
-        if self.training.attention == "masked" and self.training.checkpointing != "none":
-            entries.append(Entry("attention", "document mask", self.s.T * self.s.S))
         sums: dict[str, float] = {}
-        for entry in entries:
+        terms = self._kept(self.counts)
+        if not self.stage:
+            terms.append(
+                (1, _Group(*(Entry("activations", n, q) for n, q in kept_sizes(embedding(self.s), {}).items())))
+            )
+        if self.head:
+            terms.append((1, _loss_of(_without_dp(self.plan), self.shape, self.training).after_forward))
+        if self.training.attention == "masked" and self.training.checkpointing != "none":
+            terms.append((1, _Group(Entry("attention", "document mask", self.s.T * self.s.S))))
+        for entry in Snapshot("", tuple(terms)).entries:
             sums[entry.part] = sums.get(entry.part, 0.0) + entry.size.value
         return sums
 
@@ -412,13 +499,7 @@ class _Stage:
         names = "BSTtDKHGFVa" + ("EkMmNRc" if self.shape.num_experts else "")
         letters = {name: getattr(self.s, name).value for name in names} | {"p": self.p.value, "r": self.r.value}
         for unit, _ in self.units:
-            letters |= {f"p({unit.name})": unit.local, f"P({unit.name})": unit.dense + unit.experts}
+            letters[f"p({unit.name})"] = unit.owned
+            letters |= {f"P({part.name})": part.gathered for part in unit.parts}
+            letters |= {f"p({part.name})": part.held for part in unit.parts if part.name != unit.name}
         return letters
-
-
-def _times(n: int, part: str, name: str, size: Quantity) -> Entry:
-    return Entry(part, f"{n} x {name}" if n != 1 else name, n * size)
-
-
-def _reducing(unit: _Unit, r: Quantity) -> Entry:
-    return Entry("gradient buffers", f"reduce-scatter input of {unit.name}", unit.full(r))

@@ -13,9 +13,9 @@ from typing import Literal
 from neuron_parallel.plan import ParallelPlan, expert_shard_dim
 from neuron_parallel.shape import ModelShape
 
-__all__ = ["Parameter", "Unit", "local_shape", "parameters", "unit_numbers"]
+__all__ = ["Parameter", "UnitName", "local_shape", "parameters", "unit_numbers"]
 
-Unit = Literal["embedding", "layer", "head"]
+UnitName = Literal["embedding", "layer", "head"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Parameter:
 
     name: str
     shape: tuple[int, ...]
-    unit: Unit
+    unit: UnitName
     tp_dim: int | None = None
     expert: bool = False
     part: Literal["embedding", "attention", "norm", "mlp", "router", "experts", "head"] = "mlp"
@@ -91,7 +91,9 @@ def local_shape(parameter: Parameter, plan: ParallelPlan, fsdp_rank: int = 0) ->
     return tuple(shape)
 
 
-def unit_numbers(table: tuple[Parameter, ...], plan: ParallelPlan, unit: Unit) -> Iterator[tuple[Parameter, int, int]]:
+def unit_numbers(
+    table: tuple[Parameter, ...], plan: ParallelPlan, unit: UnitName
+) -> Iterator[tuple[Parameter, int, int]]:
     """(parameter, elements that rank 0 holds, elements when gathered and padded) for a unit of FSDP."""
     for parameter in table:
         if parameter.unit == unit:

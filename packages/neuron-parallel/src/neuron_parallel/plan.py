@@ -22,7 +22,7 @@ from typing import Literal
 from neuron_parallel.hardware import Cluster
 from neuron_parallel.shape import ModelShape
 
-__all__ = ["Finding", "ParallelPlan", "Training", "errors", "expert_shard_dim", "stage_layers", "validate"]
+__all__ = ["Finding", "ParallelPlan", "Training", "divisors", "errors", "expert_shard_dim", "stage_layers", "validate"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +164,7 @@ def validate(
     ]
     found += [*_pipeline(plan, shape), *_batch(plan)]
     if not isinstance(cluster, int):
-        found += [*_device(plan, shape, training), *_links(plan, cluster)]
+        found += [*_device(plan, shape, training), *_groups(plan, cluster), *_links(plan, cluster)]
     return found
 
 
@@ -407,13 +407,6 @@ def _device(plan: ParallelPlan, shape: ModelShape, training: Training) -> Iterat
                 "warning",
                 "neuron",
             )
-    for axis, (size, _) in plan.strides().items():
-        if axis not in ("pp", "ep") and size & (size - 1):
-            yield Finding(
-                "replica_group",
-                f"{axis} groups of {size} cores do not tile the chips; sizes 4, 8, 16, 32 and larger powers of two do",
-                origin="neuron",
-            )
     if plan.pp > 1:
         yield Finding(
             "send_recv",
@@ -438,6 +431,26 @@ def _device(plan: ParallelPlan, shape: ModelShape, training: Training) -> Iterat
         )
 
 
+def _groups(plan: ParallelPlan, cluster: Cluster) -> Iterator[Finding]:
+    """Inside a node a group has to tile the torus of chips; over nodes it has to take each node alike."""
+    for axis, (size, stride) in plan.strides().items():
+        if axis in ("pp", "ep"):
+            continue
+        span = size * stride
+        if span <= cluster.per_node and size & (size - 1) and size != cluster.per_node:
+            yield Finding(
+                "replica_group",
+                f"{axis} groups of {size} cores do not tile the chips; sizes 4, 8, 16, 32 and larger powers of two do",
+                origin="neuron",
+            )
+        elif span > cluster.per_node and span % cluster.per_node:
+            yield Finding(
+                "replica_group",
+                f"{axis} groups of {size} cores (every {stride}) take {span} cores, no whole number of nodes of {cluster.per_node}",
+                origin="neuron",
+            )
+
+
 def _links(plan: ParallelPlan, cluster: Cluster) -> Iterator[Finding]:
     chip, node = cluster.cores_per_chip, cluster.per_node
     for axis in ("tp", "ep", "cp"):
@@ -456,14 +469,14 @@ def _links(plan: ParallelPlan, cluster: Cluster) -> Iterator[Finding]:
 
 def _near_divisors(number: int, wanted: int) -> str:
     """The divisors of `number` next to `wanted`, as "2 or 4"."""
-    divisors = _divisors(number)
-    below = [d for d in divisors if d < wanted][-1:]
-    above = [d for d in divisors if d > wanted][:1]
+    below = [d for d in divisors(number) if d < wanted][-1:]
+    above = [d for d in divisors(number) if d > wanted][:1]
     return " or ".join(map(str, below + above))
 
 
 @lru_cache(maxsize=1024)
-def _divisors(number: int) -> tuple[int, ...]:
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, ascending."""
     low = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return tuple(low + [number // d for d in reversed(low) if d * d != number])
 
