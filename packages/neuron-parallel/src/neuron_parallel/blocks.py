@@ -124,7 +124,7 @@ def _reduce(source: str, out: str, s: Symbols) -> list[Op]:
     """Sum over tp: reduce-scatter to the rank's tokens, or all-reduce."""
     if s.tp == 1:
         return []
-    return [Op(f"reduce {out}", (source,), {out: s.t * s.D * s.a}, selective=s.split)]
+    return [Op(f"reduce {out}", (source,), {out: s.t * s.D * s.a})]
 
 
 def _attention(s: Symbols, training: Training) -> list[Op]:
@@ -231,15 +231,8 @@ def _experts(s: Symbols, training: Training) -> list[Op]:
         *(_gather("norm(h)", "gathered h", s) if gathers else []),
         Op("gate", (x,), {"gate": scores}, (x,), {"h in fp32": m * D * 4} if s.a.value == 2 else {}, weight=E * D * a),
         Op("softmax", ("gate",), {"probabilities": scores}, ("probabilities",)),
-        Op(
-            "top-k",
-            ("probabilities",),
-            {"chosen": m * s.k * 4},
-            (),
-            {"expert ids": m * s.k * 8},
-            scratch=m * E,
-            part="activations",
-        ),
+        Op("top-k", (), {"expert ids": m * s.k * 8, "top values": m * s.k * 4}, scratch=m * E, selective=True),
+        Op("chosen weights", ("probabilities",), {"chosen": m * s.k * 4}, ("expert ids",)),
         Op("normalise", ("chosen",), {"weights": N * 4}, ("chosen",), {"sum of chosen": m * 4}, part="activations"),
         Op(
             "sort weights",
@@ -327,7 +320,7 @@ def before_head(s: Symbols, training: Training) -> list[Op]:
     ops = [_norm("final norm", "y", "norm(y)", s.t, D, s), *_gather("norm(y)", "gathered y", s)]
     x = "gathered y" if s.split else "norm(y)"
     if training.loss_chunks > 1:
-        ops.append(Op("chunks", (x,), {"chunks": s.T * D * a}, ("chunks",), {"gradients of chunks": s.T * D * 4}))
+        ops.append(Op("chunks", (x,), {"chunks": s.T * D * a}, (x, "chunks"), {"gradients of chunks": s.T * D * 4}))
     else:
         ops.append(Op("head input", (x,), keeps=(x,)))
     return ops

@@ -276,7 +276,9 @@ class _Stage:
         self.moe_layers = round(count * shape.moe_layers / shape.num_hidden_layers)
         numbers = {True: self.moe_layers, False: count - self.moe_layers}
         self.layers = [
-            (fsdp_unit(shape, plan, "layer", moe), _layer(plan, shape, training, moe), n) for moe, n in numbers.items() if n
+            (fsdp_unit(shape, plan, "layer", moe), _layer(plan, shape, training, moe), n)
+            for moe, n in numbers.items()
+            if n
         ]
         self.counts = [n for _, _, n in self.layers]
         first, last = stage == 0, stage == plan.pp - 1
@@ -344,6 +346,11 @@ class _Stage:
                 )
         return found
 
+    def _previous(self, unit: Unit) -> _Terms:
+        """The flat buffer of a unit's last gather, which lives until the next one."""
+        part = unit.parts[-1]
+        return [(1, _Group(Entry("gathered parameters", f"{part.name}, as gathered", part.flat(self.s.a))))]
+
     def _copied(self, unit: Unit) -> _Terms:
         """While a unit is gathered, its experts that are divided by another dimension than the first exist once more."""
         return [
@@ -357,15 +364,17 @@ class _Stage:
         for index, (unit, layer, n) in enumerate(self.layers):
             before = self._kept([m - (i == index) for i, m in enumerate(self.counts)])
             common = (*self.base, *self.shared, *before)
-            yield Snapshot("gathering a layer", (*common, x, *self._gathered(unit, 1, 2), *self._copied(unit)))
+            yield Snapshot(
+                "gathering a layer", (*common, x, *self._previous(unit), *self._gathered(unit), *self._copied(unit))
+            )
             first = self.head if self.tied else self.embedding
             if first:
-                flat = self._gathered(first, 0, 1)
+                flat = self._previous(first)
                 yield Snapshot(
                     "gathering the first layer",
                     (*self.base, *self.shared, x, *flat, *self._gathered(unit), *self._copied(unit)),
                 )
-            computing = (*self._gathered(unit, 1, 1 + (ahead if n > 1 else 0)), (1, layer.forward))
+            computing = (*self._gathered(unit, 1, ahead if n > 1 else 0), *self._previous(unit), (1, layer.forward))
             yield Snapshot(f"forward of a layer: {layer.forward_at}", (*common, *computing))
 
     def _loss(self) -> Iterator[Snapshot]:
@@ -373,19 +382,28 @@ class _Stage:
             return
         loss = _loss_of(_without_dp(self.plan), self.shape, self.training)
         common: _Terms = [*self.base, *self._kept(self.counts)]
-        flat = self._gathered(self.layers[0][0], 0, 1) if self.layers else []
+        flat = self._previous(self.layers[0][0]) if self.layers else []
         y = self.s.t * self.s.D * self.s.a
         if not self.tied:
             gathered = self._gathered(self.head)
             yield Snapshot("gathering the head", (*common, (1, _Group(Entry("activations", "y", y))), *flat, *gathered))
         head = self.shared if self.tied else [term for term in self._gathered(self.head, 1, 0) if self.stays or term[0]]
+        chunked = self.training.loss_chunks > 1
+        table = self.head.parts[0].lasts(self.r)
+        common += [*head, (1, loss.kept)]
+        if chunked:  # the head's gradient is added up over the chunks before it is reduced
+            summed = (1, _Group(Entry("gradient buffers", "gradient of the head", table)))
+            common.append(summed)
         for where, group in loss.moments:
-            yield Snapshot(f"loss: {where}", (*common, *head, (1, loss.kept), (1, group)))
-        if not self.piped and not self.tied:
-            # A chunked loss reduces the head's gradient while everything else still lives.
-            chunked = self.training.loss_chunks > 1
-            still = [*head, (1, loss.kept)] if chunked else [*flat, (1, _Group(Entry("working", "gradient of y", y)))]
-            yield from self._reduction(self.head, "the head", [*common, *still])
+            yield Snapshot(f"loss: {where}", (*common, (1, group)))
+        if self.piped:
+            return
+        if chunked:  # reduced while everything else still lives
+            yield from self._reduction(_one_table(self.head), "the head", common[:-1], self.r)
+        elif not self.tied:
+            after = self._gathered(self.layers[0][0], 0, 1) if self.layers else []
+            gradient = (1, _Group(Entry("working", "gradient of y", y)))
+            yield from self._reduction(self.head, "the head", [*self.base, *self._kept(self.counts), *after, gradient])
 
     def _backward(self) -> Iterator[Snapshot]:
         for index, (unit, layer, n) in enumerate(self.layers):
@@ -397,7 +415,7 @@ class _Stage:
                 ("first", [0] * len(rest), max(0, n - 1), after_layer if n > 1 else after_head),
             ):
                 common: _Terms = [*self.base, *self.shared, *self._kept(left), *self._gradients(done)]
-                if self.tied and self.head:  # waits for the embedding's gradient
+                if self.tied and self.head and self.training.loss_chunks == 1:  # waits for the embedding's gradient
                     table = Entry("gradient buffers", "gradient of the head", self.head.parts[0].lasts(self.s.a))
                     common.append((1, _Group(table)))
                 computing = [*common, *self._gathered(unit), *(self._reducing(buffer) if buffer else [])]
@@ -417,9 +435,9 @@ class _Stage:
             for part in unit.parts
         ]
 
-    def _reduction(self, unit: Unit, which: str, common: _Terms) -> Iterator[Snapshot]:
+    def _reduction(self, unit: Unit, which: str, common: _Terms, summed: Quantity | None = None) -> Iterator[Snapshot]:
         """FSDP's post-backward, part by part, experts first: gradients copied into the reduce-scatter's input, then its output."""
-        a, r = self.s.a, self.r
+        a, r = summed or self.s.a, self.r
         before: _Terms = []
         for number in range(len(unit.parts) - 1, -1, -1):
             part = unit.parts[number]
@@ -441,6 +459,8 @@ class _Stage:
 
     def _embedding(self) -> Iterator[Snapshot]:
         unit = self.head if self.tied else self.embedding
+        if self.tied and self.head and self.training.loss_chunks > 1:
+            unit = _one_table(self.head)
         if unit and not self.piped:
             ops = embedding(self.s)
             live = replay_backward(ops, {}, "x").live
@@ -503,3 +523,9 @@ class _Stage:
             letters |= {f"P({part.name})": part.gathered for part in unit.parts}
             letters |= {f"p({part.name})": part.held for part in unit.parts if part.name != unit.name}
         return letters
+
+
+def _one_table(head: Unit) -> Unit:
+    """What is reduced at the end of a chunked loss: the head's table, without the final norm (and, tied, without the embedding)."""
+    part = head.parts[0]
+    return replace(head, parts=(replace(part, held=-(-part.last // part.ranks), gathered=part.last),))
