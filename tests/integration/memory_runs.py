@@ -134,21 +134,23 @@ def measure(rank: int, plan: ParallelPlan, shape: ModelShape, training: Training
     set_device("cpu")
     import torch.distributed as dist
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as group
-    from torchtitan.distributed import utils as titan_utils
     from torchtitan.models.common import token_dispatcher
+    from torchtitan.models.common.linear import Linear
 
     config = config_of(plan, shape, training, tempfile.mkdtemp(prefix="neuron-parallel-"))
     with ExitStack() as stack:
         if dist.is_initialized():  # the harness has made the group that TorchTitan would make
             from torchtitan import trainer as titan_trainer
 
-            stack.enter_context(patch.object(titan_trainer.dist_utils, "init_distributed", lambda *_, **__: dist.get_world_size()))
+            stack.enter_context(
+                patch.object(titan_trainer.dist_utils, "init_distributed", lambda *_, **__: dist.get_world_size())
+            )
         if shape.num_experts:  # config.json of a mixture of experts is not what is measured
             stack.enter_context(patch("titan_recipes.trainer.hf_config", lambda *_, **__: {}))
+            stack.enter_context(patch.object(Linear, "forward", _float32_gate(shape.num_experts)))
         for name, method in _functional_exchange().items():
             stack.enter_context(patch.object(token_dispatcher.AllToAllTokenDispatcher, name, method))
         trainer = config.build()
-        del titan_utils
         batches = trainer.batch_generator(trainer.dataloader)
         count = TensorBytes(logits=_logits_elements(plan, shape, training))
         stack.enter_context(count)
@@ -157,7 +159,13 @@ def measure(rank: int, plan: ParallelPlan, shape: ModelShape, training: Training
         count.name((b for m in trainer.model_parts for b in m.buffers()), "tables")
         trainer.step = 1
         trainer.train_step(batches)
-        moments = [v for o in trainer.optimizers for s in o.state.values() for v in s.values() if torch.is_tensor(v) and v.dim()]
+        moments = [
+            v
+            for o in trainer.optimizers
+            for s in o.state.values()
+            for v in s.values()
+            if torch.is_tensor(v) and v.dim()
+        ]
         count.name(moments, "moments")
         trainer.optimizers.zero_grad()
         count.reset_peak()
@@ -171,9 +179,18 @@ def measure(rank: int, plan: ParallelPlan, shape: ModelShape, training: Training
         trainer.step = 2
         trainer.train_step(batches)
         result = count.result
-        measured = {part: result.largest[part] for part in ("parameters", "moments", "gradients", "gathered parameters", "gradient buffers", "logits")}
+        measured = {
+            part: result.largest[part]
+            for part in ("parameters", "moments", "gradients", "gathered parameters", "gradient buffers", "logits")
+        }
         measured |= {f"kept {part}": kept[part] for part in ("activations", "attention", "dispatch")}
-        measured |= {"peak": result.peak, "at": result.at, "by part": dict(result.by_part), "detail": getattr(result, "detail", None), "pd": getattr(result, "part_detail", None)}
+        measured |= {
+            "peak": result.peak,
+            "at": result.at,
+            "by part": dict(result.by_part),
+            "detail": getattr(result, "detail", None),
+            "pd": getattr(result, "part_detail", None),
+        }
     return measured
 
 
@@ -229,6 +246,17 @@ def _name_parts(stack: ExitStack, count: TensorBytes, group: Any, trainer: Any, 
     from titan_recipes import attention
 
     within(attention, "document_mask_B1LK", "attention")
+
+
+def _float32_gate(num_experts: int) -> Any:
+    """The router's gate in float32, as TorchTitan's autocast has it on devices; CPU autocast knows no float32."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        if self.out_features == num_experts:
+            return torch.nn.functional.linear(x.float(), self.weight.float())
+        return torch.nn.functional.linear(x, self.weight, self.bias)
+
+    return forward
 
 
 def _functional_exchange() -> dict[str, Any]:

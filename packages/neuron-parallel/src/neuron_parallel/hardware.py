@@ -12,7 +12,8 @@ TorchTitan's own table has 158e12 (2 x 79e12, the sum of what a physical core is
 """
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 __all__ = ["GIB", "INSTANCES", "Chip", "Cluster", "Instance", "instance", "parse_cores"]
 
@@ -27,7 +28,7 @@ class Chip:
     physical_cores: int
     hbm_bytes: int
     hbm_bandwidth: float
-    peak: dict[str, float]
+    peak: dict[str, float] = field(hash=False)
     """FLOP/s by dtype."""
     sbuf_bytes: int
     """On-chip working memory of a physical core."""
@@ -238,20 +239,25 @@ class Cluster:
         of a unit (the chip over NeuronLink or to another host of an UltraServer, the node over EFA) gets the unit's bandwidth,
         shared with the other groups that leave the unit at once: bandwidth * members in the unit / cores of the unit.
         """
-        span = size * stride
-        host = self.instance.cores(self.lnc) // self.instance.hosts
-        levels = []
-        if span > self.cores_per_chip:
-            levels.append(("NeuronLink", self.cores_per_chip, self.instance.link_bandwidth))
-        if span > host and self.instance.hosts > 1:
-            levels.append(("UltraServer link", self.cores_per_chip, self.instance.host_link_bandwidth))
-        if span > self.per_node:
-            levels.append(("EFA", self.per_node, self.instance.efa_bandwidth))
-        rates = [(self.hbm_bandwidth, "HBM of one chip")]
-        for name, cores, bandwidth in levels:
-            members = max(1, min(size, cores // stride))
-            rates.append((bandwidth * members / cores, name))
-        return min(rates)
+        return _group_bandwidth(self, size, stride)
+
+
+@lru_cache(maxsize=4096)
+def _group_bandwidth(cluster: Cluster, size: int, stride: int) -> tuple[float, str]:
+    span = size * stride
+    host = cluster.instance.cores(cluster.lnc) // cluster.instance.hosts
+    levels = []
+    if span > cluster.cores_per_chip:
+        levels.append(("NeuronLink", cluster.cores_per_chip, cluster.instance.link_bandwidth))
+    if span > host and cluster.instance.hosts > 1:
+        levels.append(("UltraServer link", cluster.cores_per_chip, cluster.instance.host_link_bandwidth))
+    if span > cluster.per_node:
+        levels.append(("EFA", cluster.per_node, cluster.instance.efa_bandwidth))
+    rates = [(cluster.hbm_bandwidth, "HBM of one chip")]
+    for name, cores, bandwidth in levels:
+        members = max(1, min(size, cores // stride))
+        rates.append((bandwidth * members / cores, name))
+    return min(rates)
 
 
 def parse_cores(text: str) -> tuple[int, ...]:

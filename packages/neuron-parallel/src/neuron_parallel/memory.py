@@ -235,7 +235,13 @@ def _loss_of(plan: ParallelPlan, shape: ModelShape, training: Training) -> _Loss
     def group(sizes: Sizes) -> _Group:
         return _Group(*(Entry(parts.get(name, "activations"), name, size) for name, size in sizes.items()))
 
-    moments = (replay_forward(ops, {}, True), replay_backward(ops, {}, "loss"))
+    logits_alone = {"logits": ops[0].makes["logits"]}
+    still = replace(ops[1], keeps=(*ops[1].keeps, *ops[0].keeps))
+    moments = (
+        replay_forward(ops, {}, True),
+        replay_backward([still, *ops[2:]], logits_alone, "loss"),
+        replay_backward(ops, {}, "loss"),
+    )
     return _Loss(
         kept=group(kept),
         moments=tuple((moment.where, _named(moment.live, parts, parts)) for moment in moments),
@@ -340,10 +346,6 @@ class _Stage:
                 found.append((copies, _Group(Entry("gathered parameters", part.name, part.full(a)))))
             if part.ranks > 1:
                 found.append((flats, _Group(Entry("gathered parameters", f"{part.name}, as gathered", part.flat(a)))))
-            elif copies and a.value != self.p.value:  # no collective, but a cast
-                found.append(
-                    (1, _Group(Entry("gathered parameters", f"cast of the last of {part.name}", part.lasts(a))))
-                )
         return found
 
     def _previous(self, unit: Unit) -> _Terms:
@@ -352,11 +354,28 @@ class _Stage:
         return [(1, _Group(Entry("gathered parameters", f"{part.name}, as gathered", part.flat(self.s.a))))]
 
     def _copied(self, unit: Unit) -> _Terms:
-        """While a unit is gathered, its experts that are divided by another dimension than the first exist once more."""
-        return [
-            (1, _Group(Entry("gathered parameters", f"split {part.name}", part.splits(self.s.a))))
-            for part in unit.parts
-        ]
+        """Beside a unit that is being gathered: experts that are divided by another dimension than the first, once more; without a
+        group, the cast of the last parameter."""
+        a = self.s.a
+        found = [(1, _Group(Entry("gathered parameters", f"split {part.name}", part.splits(a)))) for part in unit.parts]
+        if a.value != self.p.value:
+            found += [
+                (1, _Group(Entry("gathered parameters", f"cast of the last of {part.name}", part.lasts(a))))
+                for part in unit.parts
+                if part.ranks == 1
+            ]
+        return found
+
+    def _ahead(self, unit: Unit) -> _Terms:
+        """A unit whose gather has begun: its flat buffers, and the cast of this core's share."""
+        found = self._gathered(unit, 0, 1)
+        if self.s.a.value != self.p.value:
+            found += [
+                (1, _Group(Entry("gathered parameters", f"cast of {part.name}", part.reduced(self.s.a))))
+                for part in unit.parts
+                if part.ranks > 1
+            ]
+        return found
 
     def _forward(self) -> Iterator[Snapshot]:
         x = (1, _Group(Entry("activations", "x", self.s.t * self.s.D * self.s.a)))
@@ -374,6 +393,13 @@ class _Stage:
                     "gathering the first layer",
                     (*self.base, *self.shared, x, *flat, *self._gathered(unit), *self._copied(unit)),
                 )
+            if ahead and first:
+                yield Snapshot(
+                    "gathering ahead", (*self.base, *self.shared, *self._gathered(first), *self._ahead(unit))
+                )
+            if ahead and self.head and not self.tied:
+                terms = (*self._gathered(unit, 1, 0), *self._previous(unit), *self._ahead(self.head))
+                yield Snapshot("gathering the head ahead", (*common, x, *terms))
             computing = (*self._gathered(unit, 1, ahead if n > 1 else 0), *self._previous(unit), (1, layer.forward))
             yield Snapshot(f"forward of a layer: {layer.forward_at}", (*common, *computing))
 

@@ -43,6 +43,8 @@ class ParallelPlan:
 
     def resolve(self, cores: int) -> "ParallelPlan":
         """The plan with dp_shard=-1 and global_batch=-1 filled in, as TorchTitan does: cores // the other degrees, at least 1."""
+        if self.dp_shard != -1 and self.global_batch != -1:
+            return self
         others = self.dp_replicate * self.cp * self.tp * self.pp
         shard = max(1, cores // others) if self.dp_shard == -1 and others > 0 else self.dp_shard
         batch = self.micro_batch * self.dp_replicate * shard if self.global_batch == -1 else self.global_batch
@@ -139,16 +141,21 @@ def errors(
     plan: ParallelPlan, shape: ModelShape, cluster: Cluster | int, training: Training | None = None
 ) -> list[Finding]:
     """validate's errors alone."""
-    return [finding for finding in validate(plan, shape, cluster, training) if finding.severity == "error"]
+    found = validate(plan, shape, cluster, training, warnings=False)
+    return [finding for finding in found if finding.severity == "error"]
 
 
 def validate(
-    plan: ParallelPlan, shape: ModelShape, cluster: Cluster | int, training: Training | None = None
+    plan: ParallelPlan,
+    shape: ModelShape,
+    cluster: Cluster | int,
+    training: Training | None = None,
+    warnings: bool = True,
 ) -> list[Finding]:
     """Every rule that the plan breaks, all at once, each with the numbers and the nearest valid values.
 
     `cluster` may be a plain number of cores: then the machine's rules are left out. Degrees that are no numbers end the check
-    early, since nothing else can be said.
+    early, since nothing else can be said. `warnings=False` leaves out rules that only warn.
     """
     nonsense = list(_degrees(plan))
     if nonsense:
@@ -164,7 +171,9 @@ def validate(
     ]
     found += [*_pipeline(plan, shape), *_batch(plan)]
     if not isinstance(cluster, int):
-        found += [*_device(plan, shape, training), *_groups(plan, cluster), *_links(plan, cluster)]
+        found += [*_exchange(plan), *_groups(plan, cluster)]
+        if warnings:
+            found += [*_device(plan, shape, training), *_links(plan, cluster)]
     return found
 
 
@@ -387,26 +396,13 @@ def _device(plan: ParallelPlan, shape: ModelShape, training: Training) -> Iterat
                 "warning",
                 "neuron",
             )
-    if plan.ep > 1:
-        if plan.ep == 2:
-            yield Finding(
-                "ep_group",
-                "ep 2: an all-to-all between two cores was refused at LNC=2; use 4, 8, 16 or 32",
-                origin="neuron",
-            )
-        elif plan.ep & (plan.ep - 1):
-            yield Finding(
-                "ep_group",
-                f"ep {plan.ep} does not tile the chips: all-to-all groups of 4, 8, 16 and 32 cores do",
-                origin="neuron",
-            )
-        if training.dispatcher == "all-to-all":
-            yield Finding(
-                "equal_splits",
-                "Neuron's all_to_all_single takes equal splits only, routed rows are uneven: use the padded dispatcher",
-                "warning",
-                "neuron",
-            )
+    if plan.ep > 1 and training.dispatcher == "all-to-all":
+        yield Finding(
+            "equal_splits",
+            "Neuron's all_to_all_single takes equal splits only, routed rows are uneven: use the padded dispatcher",
+            "warning",
+            "neuron",
+        )
     if plan.pp > 1:
         yield Finding(
             "send_recv",
@@ -428,6 +424,22 @@ def _device(plan: ParallelPlan, shape: ModelShape, training: Training) -> Iterat
             f"{'ep' if shape.num_experts else 'tp'}",
             "warning",
             "neuron",
+        )
+
+
+def _exchange(plan: ParallelPlan) -> Iterator[Finding]:
+    """All-to-all groups."""
+    if plan.ep == 2:
+        yield Finding(
+            "ep_group",
+            "ep 2: an all-to-all between two cores was refused at LNC=2; use 4, 8, 16 or 32",
+            origin="neuron",
+        )
+    elif plan.ep & (plan.ep - 1):
+        yield Finding(
+            "ep_group",
+            f"ep {plan.ep} does not tile the chips: all-to-all groups of 4, 8, 16 and 32 cores do",
+            origin="neuron",
         )
 
 

@@ -95,7 +95,7 @@ def step_time(
     balance = layers * plan.pp / shape.num_hidden_layers if plan.pp > 1 else 1.0
     compute = flops * (3 + repeats) / 3 * balance / (plan.world * peak * efficiency)
 
-    local, dense, experts, other = _elements(plan, shape)
+    local, dense, experts, other = _elements(shape, plan.dp_shard, plan.cp, plan.tp, plan.ep)
     a, r, p = training.compute_bytes, training.reduce_bytes, training.param_bytes
     weights = layers * (dense + experts) + other
     activations = layers * _activation_bytes(s)
@@ -144,13 +144,14 @@ def step_time(
 
 
 @lru_cache(maxsize=8192)
-def _elements(plan: ParallelPlan, shape: ModelShape) -> tuple[int, int, int, int]:
+def _elements(shape: ModelShape, dp_shard: int, cp: int, tp: int, ep: int) -> tuple[int, int, int, int]:
     """(held a layer, gathered a layer dense and experts, gathered embedding and head)."""
+    plan = ParallelPlan(dp_shard=dp_shard, cp=cp, tp=tp, ep=ep)
     table = parameters(shape)
     layer = list(unit_numbers(table, plan, "layer"))
     dense = sum(full for row, _, full in layer if not row.expert)
     experts = sum(full for row, _, full in layer if row.expert)
-    other = sum(full for unit in ("embedding", "head") for _, _, full in unit_numbers(table, plan, unit))  # type: ignore[arg-type]
+    other = sum(full for name in ("embedding", "head") for _, _, full in unit_numbers(table, plan, name))  # type: ignore[arg-type]
     return sum(held for _, held, _ in layer), dense, experts, other
 
 
