@@ -4,7 +4,6 @@ The stock trainer, FSDP2, TP, EP, checkpointing and optimizer; attention and the
 be balanced (TorchTitan's own debug switch), since rows an expert gets are an input of the formulas, not a result.
 """
 
-import copy
 import random
 import tempfile
 from collections import Counter
@@ -14,9 +13,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from integration.tensor_bytes import TensorBytes
 from neuron_parallel.plan import ParallelPlan, Training, errors
 from neuron_parallel.shape import ModelShape
+
+from integration.tensor_bytes import TensorBytes
 
 ROOT = Path(__file__).parents[2]
 TINY = {

@@ -125,7 +125,10 @@ class TensorBytes(TorchDispatchMode):
             if size > self.result.largest[part]:
                 self.result.largest[part] = size
                 if part == DETAIL:
-                    self.result.part_detail = sorted(((e.bytes, e.made_by) for e in self.live.values() if e.part == part), reverse=True), where  # type: ignore[attr-defined]
+                    self.result.part_detail = (
+                        sorted(((e.bytes, e.made_by) for e in self.live.values() if e.part == part), reverse=True),
+                        where,
+                    )  # type: ignore[attr-defined]
         if total > self.result.peak:
             self.result.peak, self.result.at = total, f"{self.moment} {where}"
             self.result.by_part = Counter(self.now)

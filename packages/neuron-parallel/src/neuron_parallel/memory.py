@@ -387,13 +387,13 @@ class _Stage:
                 "gathering a layer", (*common, x, *self._previous(unit), *self._gathered(unit), *self._copied(unit))
             )
             first = self.head if self.tied else self.embedding
-            if first:
+            if first and not self.stays:
                 flat = self._previous(first)
                 yield Snapshot(
                     "gathering the first layer",
                     (*self.base, *self.shared, x, *flat, *self._gathered(unit), *self._copied(unit)),
                 )
-            if ahead and first:
+            if ahead and first and not self.stays:
                 yield Snapshot(
                     "gathering ahead", (*self.base, *self.shared, *self._gathered(first), *self._ahead(unit))
                 )
@@ -411,7 +411,7 @@ class _Stage:
         flat = self._previous(self.layers[0][0]) if self.layers else []
         y = self.s.t * self.s.D * self.s.a
         if not self.tied:
-            gathered = self._gathered(self.head)
+            gathered = [*self._gathered(self.head), *self._copied(self.head)]
             yield Snapshot("gathering the head", (*common, (1, _Group(Entry("activations", "y", y))), *flat, *gathered))
         head = self.shared if self.tied else [term for term in self._gathered(self.head, 1, 0) if self.stays or term[0]]
         chunked = self.training.loss_chunks > 1
@@ -546,12 +546,18 @@ class _Stage:
         letters = {name: getattr(self.s, name).value for name in names} | {"p": self.p.value, "r": self.r.value}
         for unit, _ in self.units:
             letters[f"p({unit.name})"] = unit.owned
-            letters |= {f"P({part.name})": part.gathered for part in unit.parts}
-            letters |= {f"p({part.name})": part.held for part in unit.parts if part.name != unit.name}
+            for part in unit.parts:
+                letters |= {f"P({part.name})": part.gathered, f"P(last of {part.name})": part.last}
+                if part.split:
+                    letters[f"P(split of {part.name})"] = part.split
+                if part.held != unit.owned:
+                    letters[f"q({part.name})"] = part.held
         return letters
 
 
 def _one_table(head: Unit) -> Unit:
     """What is reduced at the end of a chunked loss: the head's table, without the final norm (and, tied, without the embedding)."""
     part = head.parts[0]
-    return replace(head, parts=(replace(part, held=-(-part.last // part.ranks), gathered=part.last),))
+    return replace(
+        head, parts=(replace(part, name=f"table of {part.name}", held=-(-part.last // part.ranks), gathered=part.last),)
+    )

@@ -29,13 +29,15 @@ class Part:
     """Of the last parameter, gathered."""
     split: int
     """Of the parameters that are divided by another dimension than the first, gathered: they are copied once more."""
+    letter: str = "p"
+    """q where a core's share of a reduction is not what it holds of the unit."""
 
     def full(self, bytes_each: Quantity) -> Quantity:
         return Quantity(self.gathered, f"P({self.name})") * bytes_each
 
     def reduced(self, bytes_each: Quantity) -> Quantity:
         """The core's share of a reduction."""
-        return Quantity(self.held, f"p({self.name})") * bytes_each
+        return Quantity(self.held, f"{self.letter}({self.name})") * bytes_each
 
     def flat(self, bytes_each: Quantity) -> Quantity:
         """All-gather output before it is copied out to the parameters: only where there is a group."""
@@ -45,7 +47,7 @@ class Part:
         return Quantity(self.last, f"P(last of {self.name})") * bytes_each
 
     def splits(self, bytes_each: Quantity) -> Quantity:
-        return Quantity(self.split if self.ranks > 1 else 0, f"P(split of {self.name})") * bytes_each
+        return Quantity(self.split, f"P(split of {self.name})") * bytes_each if self.ranks > 1 and self.split else ZERO
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ def fsdp_unit(shape: ModelShape, plan: ParallelPlan, name: UnitName, moe: bool) 
                     sum(full for _, _, full in own),
                     own[-1][2],
                     sum(full for row, _, full in own if row.expert and split),
+                    "p" if sum(held for _, held, _ in own) == owned else "q",
                 )
             )
     return Unit(name, tuple(parts), owned)
