@@ -5,9 +5,7 @@ workspace run in the workspace's own environment. Packages are discovered: a new
 """
 
 import difflib
-import os
 import re
-import sys
 import tempfile
 import tomllib
 from pathlib import Path
@@ -44,7 +42,9 @@ def tests(session: nox.Session, package: str) -> None:
     """One package's tests in its own environment; tests(integration) in the workspace's."""
     folder = f"tests/{import_name(package)}"
     if package == "integration":
-        pytest(session, package, "uv", "run", "--quiet", "python", "-m", "pytest", folder)
+        # Two at a time: most of the time is one process importing TorchTitan or Transformers. A file stays in one worker.
+        workers = ("-n", "2", "--dist", "loadfile")
+        pytest(session, package, "uv", "run", "--quiet", "python", "-m", "pytest", folder, *workers)
         return
     sync = ("uv", "sync", "--quiet", "--package", package, "--no-default-groups", "--group", "test")
     environment = {"UV_PROJECT_ENVIRONMENT": session.virtualenv.location}
@@ -147,7 +147,3 @@ def unhashed_lock(session: nox.Session) -> Path:
     file = Path(session.create_tmp()) / "constraints.txt"
     file.write_text("\n".join(lines) + "\n")
     return file
-
-
-if __name__ == "__main__":
-    os.execvp("nox", ["nox", *sys.argv[1:]])

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hf_ckpt_adapter import Layout, convert_state
-from hf_tiny import config, state
+from hf_ckpt_adapter import CheckpointReader, Layout, convert_state
+from hf_tiny import config, fused, state, write_hub
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -88,6 +88,25 @@ def pipeline(native: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tens
     return model.state_dict()
 
 
+def read_back(folder: Path, name: str, tensors: dict[str, torch.Tensor], rank: int) -> None:
+    """Load the Hub folder into poisoned shards of the same layout; they must be what was saved. Notes the bytes read."""
+    reader = CheckpointReader(folder / "hub", Layout.BACKEND if "backend" in name else Layout.NATIVE)
+    rows, read = reader._source.read_rows, 0
+
+    def counted(tensor: str, row: int, out: memoryview) -> None:
+        nonlocal read
+        read += len(out)
+        rows(tensor, row, out)
+
+    reader._source.read_rows = counted  # type: ignore[method-assign]
+    target = {n: torch.full_like(t, float("nan")) for n, t in tensors.items()}
+    dcp.load(target, storage_reader=reader)
+    for n, tensor in tensors.items():
+        mine, theirs = (t.to_local() if isinstance(t, DTensor) else t for t in (target[n], tensor))
+        assert torch.equal(mine, theirs), f"{name}: {n} differs on rank {rank}"
+    (folder / f"{name}-bytes-{rank}").write_text(str(read))
+
+
 def main(rank: int, world: int, folder: Path) -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=world)
@@ -102,6 +121,8 @@ def main(rank: int, world: int, folder: Path) -> None:
     }
     for name, tensors in saves.items():
         dcp.save(tensors, checkpoint_id=folder / name)
+    for name, tensors in saves.items():
+        read_back(folder, name, tensors, rank)
     # Shards in a dict: converting gathers them, on every rank.
     gathered = convert_state(saves["ep2-fsdp2"], Layout.PER_EXPERT).tensors
     if rank == 3:
@@ -117,6 +138,7 @@ def main(rank: int, world: int, folder: Path) -> None:
 
 def fork_ranks(world: int, folder: Path) -> int:
     """Run `main` in `world` forked processes, which share the imports above; the number that failed."""
+    write_hub(folder / "hub", CONFIG, fused(state(CONFIG)))
     children = []
     for rank in range(world):
         child = os.fork()

@@ -46,6 +46,20 @@ def test_the_shardings_really_are_what_they_say(saved: Path) -> None:
     assert [c.sizes for c in boxes["pp2-fsdp2"]["layers.1.attention.wo.weight"]] == [(32, 128)] * 2
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_sharding_is_loaded_from_a_hub_folder_and_a_rank_reads_its_share_alone(saved: Path, layout: str) -> None:
+    """The ranks compared every shard themselves (hf_ranks.py); here it is counted that they did not read the rest.
+
+    Experts are split over the ranks in each of these layouts; TP's split of columns alone makes two ranks read a row."""
+    weights = sum(t.nbytes for t in state(CONFIG).values())
+    experts = sum(t.nbytes for n, t in state(CONFIG).items() if ".experts." in n)
+    read = [int((saved / f"{layout}-bytes-{rank}").read_text()) for rank in range(RANKS)]
+    if layout == "ep4":
+        assert read == [weights - experts + experts // 4] * 4
+    else:
+        assert sum(read) < 2.5 * weights and max(read) < 0.75 * weights
+
+
 def test_two_shardings_of_one_model_do_not_differ(saved: Path) -> None:
     assert diff(saved / "ep4", saved / "fsdp2-tp2").equal
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .compare import diff
     from .convert import convert_checkpoint, export_step
+    from .dcp_reader import CheckpointReader
     from .mapping import Layout, read_names, write_names
     from .plan import Options
     from .report import Report
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from .states import Converted, convert_state
 
 __all__ = [
+    "CheckpointReader",
     "Converted",
     "Layout",
     "Options",
@@ -30,6 +32,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CheckpointReader": "dcp_reader",
     "Converted": "states",
     "Layout": "mapping",
     "Options": "plan",

@@ -132,13 +132,14 @@ class Plan:
                     f"has {self.sizes.num_experts} experts in layers {sorted(self.reading.experts)}"
                 )
 
-    def side_names(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def side_names(self, state: Mapping[str, torch.Tensor], *, fill: bool = True) -> dict[str, torch.Tensor]:
         """Native-only state under the names of a TorchTitan layout.
 
-        A MoE layer without any gets a zero bias: TorchTitan's model has that buffer (moe.py,
+        With `fill`, a MoE layer without any gets a zero bias: TorchTitan's model has that buffer (moe.py,
         `load_balance_coeff`) and DCP refuses to load a model of which the checkpoint lacks a name.
         """
-        full = {f"layers.{n}.moe.expert_bias_E": torch.zeros(self.sizes.num_experts) for n in self.reading.experts}
+        layers = self.reading.experts if fill else ()
+        full = {f"layers.{n}.moe.expert_bias_E": torch.zeros(self.sizes.num_experts) for n in layers}
         full.update(state)
         if self.layout is Layout.BACKEND:
             full = {re.sub(r"^layers\.(\d+)\.moe\.", r"model.model.layers.\1.mlp.", n): t for n, t in full.items()}

@@ -20,7 +20,7 @@ import torch
 from .plan import Output, Read
 from .tensors import TensorSource, buffer
 
-__all__ = ["BLOCK", "POOL", "Block", "blocks", "stream"]
+__all__ = ["BLOCK", "POOL", "Block", "blocks", "cast_into", "different_head", "stream"]
 
 # Small enough that a block is still in the processor's cache when it is hashed and written.
 BLOCK = 1 << 20
@@ -97,16 +97,23 @@ class _Differs:
 
     def finish(self) -> None:
         if self.worst is not None:
-            raise ValueError(
-                f"config.json ties lm_head to the embedding, but {self._output.witness[0].tensor!r} and "
-                f"{self._output.reads[0].tensor!r} differ by up to {self.worst:.6g}. Choose with on_untied "
-                "(--on-untied): untie keeps both and says so in the config, drop throws the head away."
-            )
+            raise different_head(self._output, self.worst)
 
 
-def _cast(tensor: torch.Tensor, result: torch.Tensor, name: str) -> None:
+def different_head(output: Output, worst: float) -> ValueError:
+    """The error for an embedding that its witness, the tied head, contradicts."""
+    return ValueError(
+        f"config.json ties lm_head to the embedding, but {output.witness[0].tensor!r} and "
+        f"{output.reads[0].tensor!r} differ by up to {worst:.6g}. Choose with on_untied "
+        "(--on-untied): untie keeps both and says so in the config, drop throws the head away."
+    )
+
+
+def cast_into(result: torch.Tensor, tensor: torch.Tensor, name: str) -> None:
     """Cast into `result`; a finite number that its dtype cannot hold is an error, not an infinity."""
     result.copy_(tensor)
+    if result.dtype == tensor.dtype:
+        return
     narrower = torch.finfo(result.dtype).max < torch.finfo(tensor.dtype).max
     if narrower and not bool((result.isfinite() | ~tensor.isfinite()).all()):
         raise ValueError(f"{name!r} holds values up to {tensor.abs().max():.3g}; {result.dtype} cannot hold that")
@@ -168,7 +175,7 @@ class _Reader(threading.Thread):
             if compare is not None:
                 compare.look(before, tensor)
             data = self._memory(tensor.numel() * output.info.dtype.itemsize)
-            _cast(tensor, torch.frombuffer(data, dtype=output.info.dtype).view(-1, cols), output.name)
+            cast_into(torch.frombuffer(data, dtype=output.info.dtype).view(-1, cols), tensor, output.name)
             yield data
 
 

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from hf_ckpt_adapter.sources import ASSETS
 from torch import distributed as dist
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
-from torchtitan.components.checkpointer.base import DATALOADER, LR_SCHEDULER, OPTIMIZER, TRAIN_STATE
+from torchtitan.components.checkpointer.base import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE
 from torchtitan.components.checkpointer.dcp import CheckpointManager
 from torchtitan.tools import utils
 
@@ -105,10 +106,32 @@ class StepCheckpoints(CheckpointManager):
         return loaded
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
-        """TorchTitan's load, strict: DCP fails on a missing key with its own words and passes extra keys unseen."""
+        """TorchTitan's load, strict: DCP fails on a missing key with its own words and passes extra keys unseen.
+
+        A Hugging Face folder is read as if it had been saved from this model: no converted copy of it on any rank.
+        """
         if not from_hf:
-            compare_with_checkpoint(state_dict, Path(checkpoint_id), self.exclude_from_loading)
-        super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            found = FileSystemReader(checkpoint_id).read_metadata()
+            compare_with_checkpoint(state_dict, found, checkpoint_id, self.exclude_from_loading)
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            return
+        if from_quantized:
+            raise UserError(
+                "checkpoint.initial_load_in_hf_quantized is set: Qwen3 weights are read in bf16, fp16 or fp32."
+            )
+        try:
+            reader = self.sd_adapter.reader(checkpoint_id)
+            found = reader.read_metadata()
+            for name in reader.zeros - state_dict.keys():  # an expert bias that neither side has
+                del found.state_dict_metadata[name]
+            compare_with_checkpoint(state_dict, found, checkpoint_id)
+            dcp.load(state_dict, storage_reader=reader)
+        except (ValueError, FileNotFoundError) as error:
+            raise UserError(f"{checkpoint_id}: {error}") from error
+        except CheckpointException as error:  # what went wrong on each rank, wrapped by DCP
+            cause = next(iter(error.failures.values()))[0]
+            raise UserError(f"{checkpoint_id}: {cause}") from error
+        self.states[MODEL].load_state_dict(state_dict)
 
     def _find_load_step(self, folder: str = "") -> int:
         root = Path(folder or self.folder)
@@ -137,20 +160,24 @@ class StepCheckpoints(CheckpointManager):
             self.purge_queue.put(str(step_folder(folder, step)))
 
 
-def compare_with_checkpoint(state_dict: dict[str, Any], checkpoint: Path, excluded: Sequence[str] = ()) -> None:
-    """Raise UserError listing keys that are missing, unexpected or of another shape in a DCP checkpoint.
+def compare_with_checkpoint(
+    state_dict: dict[str, Any], metadata: Metadata, checkpoint: str, excluded: Sequence[str] = ()
+) -> None:
+    """Raise UserError listing keys that are missing, unexpected or of another shape in a checkpoint. Collective.
 
     A model-only load (no train_state among the wanted keys) may leave the checkpoint's optimizer and loader state aside.
     """
     wanted, _ = flatten_state_dict({k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()})
-    found = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    found = metadata.state_dict_metadata
     missing = sorted(wanted.keys() - found.keys())
     model_only = not any(key.startswith(f"{TRAIN_STATE}.") for key in wanted)
     skipped = tuple(
         f"{key}." for key in ((TRAIN_STATE, OPTIMIZER, DATALOADER, LR_SCHEDULER) if model_only else excluded)
     )
     unexpected = sorted(
-        key for key in found.keys() - wanted.keys() if not key.startswith(skipped) and not _optimizer(key, skipped)
+        key
+        for key in found.keys() - _names_of_all_ranks(wanted)
+        if not key.startswith(skipped) and not _optimizer(key, skipped)
     )
     shapes = []
     for key, value in sorted(wanted.items()):
@@ -169,6 +196,15 @@ def compare_with_checkpoint(state_dict: dict[str, Any], checkpoint: Path, exclud
             + "\nResume with the recipe that wrote it (its "
             "assets/recipe.json), or leave parts out with --checkpoint.exclude_from_loading optimizer,lr_scheduler,dataloader."
         )
+
+
+def _names_of_all_ranks(wanted: dict[str, Any]) -> set[str]:
+    """A pipeline stage holds some of the layers; a checkpoint holds those of all."""
+    names: list[Any] = [list(wanted)]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        names *= dist.get_world_size()
+        dist.all_gather_object(names, list(wanted))
+    return set().union(*names)
 
 
 def _optimizer(key: str, skipped: tuple[str, ...]) -> bool:

@@ -17,10 +17,10 @@ from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.qwen3 import parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
-from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
 from .attention import MaskedQwen3Model, SDPAttention
+from .state_dict import NativeStateDictAdapter
 
 __all__ = ["hf_config", "parallelize", "qwen3_spec"]
 
@@ -95,7 +95,7 @@ def qwen3_spec(
         parallelize_fn=parallelize,
         pipelining_fn=pipeline_llm,
         post_optimizer_build_fn=None,
-        state_dict_adapter=Qwen3StateDictAdapter,
+        state_dict_adapter=NativeStateDictAdapter,
     )
 
 
