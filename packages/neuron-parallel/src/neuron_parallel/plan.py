@@ -206,24 +206,26 @@ def _world(plan: ParallelPlan, cores: int) -> Iterator[Finding]:
 
 
 def _model(plan: ParallelPlan, shape: ModelShape) -> Iterator[Finding]:
-    sizes = [
-        ("num_attention_heads", shape.num_attention_heads),
-        ("num_key_value_heads", shape.num_key_value_heads),
-        ("vocab_size", shape.vocab_size),
-    ]
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        yield from _divides(name, getattr(shape, name), plan.tp, "torchtitan")
+    # TorchTitan starts with these uneven, and its cores then wait for the one with the most; kernels take even tiles only.
+    yield from _divides("vocab_size", shape.vocab_size, plan.tp, "plan")
     if shape.moe_layers < shape.num_hidden_layers:
-        sizes.append(("intermediate_size", shape.intermediate_size))
+        yield from _divides("intermediate_size", shape.intermediate_size, plan.tp, "plan")
     if shape.num_experts and plan.ep == 1:
-        sizes.append(("moe_intermediate_size", shape.moe_intermediate_size))
-    for name, size in sizes:
-        if size % plan.tp:
-            yield Finding(name, f"tp {plan.tp} does not divide {name} {size}; {_near_divisors(size, plan.tp)} would")
+        yield from _divides("moe_intermediate_size", shape.moe_intermediate_size, plan.tp, "plan")
     if plan.seq_len > shape.max_position_embeddings:
         yield Finding(
             "positions",
             f"seq_len {plan.seq_len} is over max_position_embeddings {shape.max_position_embeddings}; use that or less, or extend "
             "the model (YaRN)",
         )
+
+
+def _divides(name: str, size: int, tp: int, origin: Literal["torchtitan", "plan"]) -> Iterator[Finding]:
+    if size % tp:
+        message = f"tp {tp} does not divide {name} {size}; {_near_divisors(size, tp)} would"
+        yield Finding(name, message, origin=origin)
 
 
 def _sequence(plan: ParallelPlan, shape: ModelShape, training: Training) -> Iterator[Finding]:
@@ -268,6 +270,7 @@ def _experts(plan: ParallelPlan, shape: ModelShape, training: Training) -> Itera
         yield Finding(
             "num_experts",
             f"ep {plan.ep} does not divide num_experts {shape.num_experts}; {_near_divisors(both, plan.ep)} would",
+            origin="plan",  # TorchTitan starts, and fails in its first dispatch
         )
     if not shape.num_experts or inner % plan.ep:
         return
