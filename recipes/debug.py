@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+from qwen3_core import Qwen3Config
 from titan_recipes.checkpoint import StepCheckpoints
 from titan_recipes.data import TextDataLoader
 from titan_recipes.metrics import RunMetrics
-from titan_recipes.spec import qwen3_spec
+from titan_recipes.spec import native
 from titan_recipes.trainer import Trainer
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
@@ -22,18 +23,21 @@ def debug() -> Trainer.Config:
     Tied embeddings, QK-norm, 4 query heads on 2 KV heads, head_dim 64 (hidden/heads is 48): everything a dense Qwen3 has.
     """
     return Trainer.Config(
-        model_spec=qwen3_spec(
-            "debug",
-            vocab_size=VOCAB_SIZE,
-            hidden_size=192,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=64,
-            intermediate_size=512,
-            max_position_embeddings=4096,
-            tie_word_embeddings=True,
+        model_spec=native(
+            Qwen3Config(
+                vocab_size=VOCAB_SIZE,
+                hidden_size=192,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=64,
+                intermediate_size=512,
+                max_position_embeddings=4096,
+                rope_theta=1_000_000.0,
+                tie_word_embeddings=True,
+            ),
             document_mask="block",
+            flavor="debug",
         ),
         hf_assets_path=str(TOKENIZER),
         dataloader=TextDataLoader.Config(holdout=0.1),

@@ -7,7 +7,6 @@ separately.
 """
 
 import copy
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,45 +48,15 @@ CONFIGS = {
 @pytest.fixture(scope="module")
 def titan() -> SimpleNamespace:
     """TorchTitan's classes; conftest.py has set its device."""
-    from torchtitan.models.common.moe import GroupedExperts
+    from titan_recipes.attention import SDPAttention
+    from titan_recipes.moe import SameDtypeExperts
     from torchtitan.models.qwen3 import qwen3_configs
     from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
-    from torchtitan.protocols.module import Module
-
-    class SameDtypeExperts(GroupedExperts):
-        """GroupedExperts without the casts to bfloat16."""
-
-        @dataclass(kw_only=True, slots=True)
-        class Config(GroupedExperts.Config):
-            pass
-
-        def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-            ends_E = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
-            gate_RF = F.grouped_mm(x_RD, self.w1_EFD.mT, offs=ends_E)
-            up_RF = F.grouped_mm(x_RD, self.w3_EFD.mT, offs=ends_E)
-            return F.grouped_mm(F.silu(gate_RF) * up_RF, self.w2_EDF.mT, offs=ends_E)
-
-    class MaskedAttention(Module):
-        """Attention by a dense mask: the stock kernels have no CPU backward, or take no mask."""
-
-        @dataclass(kw_only=True, slots=True)
-        class Config(Module.Config):
-            pass
-
-        def __init__(self, config: Any) -> None:
-            super().__init__()
-
-        def forward(self, q: Tensor, k: Tensor, v: Tensor, *, attention_masks: Tensor, **options: Any) -> Tensor:
-            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=attention_masks, scale=options["scale"], enable_gqa=options["enable_gqa"]
-            )
-            return out.transpose(1, 2)
 
     return SimpleNamespace(
         configs=qwen3_configs,
         adapter=Qwen3StateDictAdapter,
-        attention=MaskedAttention.Config,
+        attention=SDPAttention.Config,  # the stock kernels have no CPU backward, or take no mask
         experts=SameDtypeExperts.Config,
     )
 

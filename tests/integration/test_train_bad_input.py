@@ -85,7 +85,8 @@ def test_an_untested_release_stops_unless_allowed(tmp_path, monkeypatch):
 RECIPE = '''
 from recipe_data import documents
 from titan_recipes.data import TextDataLoader
-from titan_recipes.spec import qwen3_spec
+from qwen3_core import Qwen3Config
+from titan_recipes.spec import native
 from titan_recipes.trainer import Trainer
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import default_adamw
@@ -97,9 +98,11 @@ from titan_recipes.checkpoint import StepCheckpoints
 def mine() -> Trainer.Config:
     """My own data."""
     return Trainer.Config(
-        model_spec=qwen3_spec(
-            "mine", vocab_size=2048, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            head_dim=32, intermediate_size=96, max_position_embeddings=256,
+        model_spec=native(
+            Qwen3Config(
+                vocab_size=2048, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                head_dim=32, intermediate_size=96, max_position_embeddings=256, rope_theta=1e6,
+            ),
         ),
         hf_assets_path={tokenizer!r},
         dataloader=TextDataLoader.Config(documents=documents, holdout=0.2),

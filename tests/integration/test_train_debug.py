@@ -3,6 +3,8 @@
 One run of the default recipe in a fresh process; every test looks at what it left.
 """
 
+import argparse
+import inspect
 import json
 import math
 import shutil
@@ -11,7 +13,7 @@ import sys
 
 import pytest
 
-from integration.app import APP, metrics, run_app
+from integration.app import APP, fork_app, metrics, run_app
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +110,28 @@ def test_starting_again_in_a_used_folder_is_refused_with_the_two_ways_on(trained
     ended = run_app("--device", "cpu", "--dump_folder", str(run), cwd=run.parent)
     assert ended.code == 2
     assert "already holds a checkpoint of step" in ended.out and "--resume" in ended.out
+
+
+def test_a_fine_tune_of_the_folder_on_the_other_route_lowers_validation_loss_and_reloads(trained, tmp_path):
+    _, run = trained
+    corpus = tmp_path / "corpus"  # another kind of text: the standard library's own source
+    corpus.mkdir()
+    for module in (argparse, inspect, shutil, subprocess):
+        text = inspect.getsource(module)
+        for begin in range(0, 60_000, 4_000):
+            (corpus / f"{module.__name__}-{begin}.txt").write_text(text[begin : begin + 4_000])
+    ended = fork_app(
+        "debug", "--device", "cpu", "--model", str(run / "hf"), "--route", "transformers", "--dataloader.dataset_path", str(corpus),
+        "--training.steps", "12", "--training.local_batch_size", "2", "--lr_scheduler.warmup_steps", "0", "--dump_folder", "tuned",
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert ended.code == 0, ended.out
+    assert f"weights: loaded from {run / 'hf'}" in ended.out
+    before, *_, after = [r["validation_loss"] for r in metrics(tmp_path / "tuned") if "validation_loss" in r]
+    assert after < before - 0.1  # after the first step, after the last
+    assert "0 missing keys, 0 unexpected" in ended.out and "WRONG EXPORT" not in ended.out
+    config = json.loads((tmp_path / "tuned" / "hf" / "config.json").read_text())
+    assert config["head_dim"] == 64 and config["tie_word_embeddings"] is True
 
 
 @pytest.mark.parametrize("flag", ["--help", "--list"])

@@ -14,10 +14,13 @@ from typing import Any, Literal
 import spmd_types as spmd
 import torch
 import torch.nn.functional as F
+from qwen3_core import Qwen3Config
 from torchtitan.models.qwen3.model import Qwen3Model
 from torchtitan.protocols.module import Module
 
-__all__ = ["MaskedQwen3Model", "SDPAttention", "document_mask_B1LK"]
+__all__ = ["Mask", "MaskedQwen3Model", "SDPAttention", "document_mask_B1LK"]
+
+Mask = Literal["causal", "block"]
 
 
 def document_mask_B1LK(positions_BL: torch.Tensor) -> torch.Tensor:
@@ -25,9 +28,10 @@ def document_mask_B1LK(positions_BL: torch.Tensor) -> torch.Tensor:
 
     Static in shape: no nonzero, no .item().
     """
-    document_BL = (positions_BL == 0).cumsum(1)
-    same_BLK = document_BL[:, :, None] == document_BL[:, None, :]
-    return same_BLK.tril()[:, None]
+    with spmd.no_typecheck():
+        document_BL = (positions_BL == 0).cumsum(1)
+        same_BLK = document_BL[:, :, None] == document_BL[:, None, :]
+        return same_BLK.tril()[:, None]
 
 
 class SDPAttention(Module):
@@ -35,10 +39,12 @@ class SDPAttention(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        pass
+        logit_scale: float = 1.0
+        """Factor on the scores: YaRN's attention scale squared, since TorchTitan's RoPE is a rotation alone."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
+        self.logit_scale = config.logit_scale
 
     def forward(
         self,
@@ -51,6 +57,8 @@ class SDPAttention(Module):
         enable_gqa: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
+        if self.logit_scale != 1.0:
+            scale = self.logit_scale * (q_BLNH.shape[-1] ** -0.5 if scale is None else scale)
         out_BNLH = F.scaled_dot_product_attention(
             q_BLNH.transpose(1, 2),
             k_BLNH.transpose(1, 2),
@@ -68,8 +76,8 @@ class MaskedQwen3Model(Qwen3Model):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Qwen3Model.Config):
-        document_mask: Literal["causal", "block"] = "block"
-        initializer_range: float = 0.02
+        qwen3: Qwen3Config
+        document_mask: Mask = "block"
 
     def forward(
         self,
@@ -78,6 +86,5 @@ class MaskedQwen3Model(Qwen3Model):
         attention_masks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if attention_masks is None and positions is not None and self.config.document_mask == "block":
-            with spmd.no_typecheck():
-                attention_masks = document_mask_B1LK(positions)
+            attention_masks = document_mask_B1LK(positions)
         return super().forward(tokens, positions, attention_masks)

@@ -25,6 +25,7 @@ from torchtitan.components.checkpointer.dcp import CheckpointManager
 from torchtitan.tools import utils
 
 from .errors import UserError
+from .guard import CountingPlanner, check_written, poison, states_of
 from .logs import say
 
 __all__ = ["StepCheckpoints", "complete_steps", "step_folder"]
@@ -60,7 +61,11 @@ class StepCheckpoints(CheckpointManager):
     def __init__(self, config: Config, **kwargs: Any) -> None:
         super().__init__(config, **kwargs)
         self.write_assets: Callable[[Path], None] | None = None  # set by the trainer
+        self.before_save: Callable[[], None] | None = (
+            None  # set by the trainer: raises if there is nothing worth saving
+        )
         self.saved_step = -1
+        self.loaded = False
 
     def save_now(self, step: int) -> None:
         """A full, resumable checkpoint at `step`, whatever the interval. Collective."""
@@ -73,6 +78,8 @@ class StepCheckpoints(CheckpointManager):
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         if not self._should_save(curr_step, last_step):
             return False
+        if self.before_save is not None:
+            self.before_save()
         self.maybe_wait_for_saving()
         target = step_folder(Path(self.folder), curr_step)
         if dist.get_rank() == 0:
@@ -92,7 +99,7 @@ class StepCheckpoints(CheckpointManager):
 
     def _load(self, step: int = -1) -> bool:
         """Load and say from where. A run's own checkpoints win over initial_load_path, as in TorchTitan."""
-        loaded = super()._load(step)
+        self.loaded = loaded = super()._load(step)
         folder, own = Path(self.folder), self._find_load_step() if step == -1 else step
         initial = self.initial_load_path or ("hf_assets_path" if self.initial_load_in_hf else None)
         if dist.get_rank() == 0:
@@ -108,30 +115,38 @@ class StepCheckpoints(CheckpointManager):
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
         """TorchTitan's load, strict: DCP fails on a missing key with its own words and passes extra keys unseen.
 
-        A Hugging Face folder is read as if it had been saved from this model: no converted copy of it on any rank.
+        Every element is written exactly once, or the run stops with the names (guard.py). A Hugging Face folder is read as
+        if it had been saved from this model: no converted copy of it on any rank.
         """
-        if not from_hf:
-            found = FileSystemReader(checkpoint_id).read_metadata()
-            compare_with_checkpoint(state_dict, found, checkpoint_id, self.exclude_from_loading)
-            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
-            return
         if from_quantized:
             raise UserError(
                 "checkpoint.initial_load_in_hf_quantized is set: Qwen3 weights are read in bf16, fp16 or fp32."
             )
+        model = self.states[MODEL]
+        planner = CountingPlanner()
         try:
-            reader = self.sd_adapter.reader(checkpoint_id)
-            found = reader.read_metadata()
-            for name in reader.zeros - state_dict.keys():  # an expert bias that neither side has
-                del found.state_dict_metadata[name]
-            compare_with_checkpoint(state_dict, found, checkpoint_id)
-            dcp.load(state_dict, storage_reader=reader)
+            if from_hf:
+                reader = self.sd_adapter.reader(checkpoint_id)
+                found = reader.read_metadata()
+                for name in reader.zeros - state_dict.keys():  # an expert bias that neither side has
+                    del found.state_dict_metadata[name]
+                compare_with_checkpoint(state_dict, found, checkpoint_id)
+            else:
+                reader = FileSystemReader(checkpoint_id)
+                compare_with_checkpoint(state_dict, reader.read_metadata(), checkpoint_id, self.exclude_from_loading)
+            saved = model.state_dict()
+            # Twice, since hooks may have copied what they split: what the model holds, and what DCP fills.
+            poison(named for part in model.model for named in part.named_parameters())
+            poison(saved.items())
+            dcp.load(state_dict, storage_reader=reader, planner=planner)
         except (ValueError, FileNotFoundError) as error:
             raise UserError(f"{checkpoint_id}: {error}") from error
         except CheckpointException as error:  # what went wrong on each rank, wrapped by DCP
             cause = next(iter(error.failures.values()))[0]
             raise UserError(f"{checkpoint_id}: {cause}") from error
-        self.states[MODEL].load_state_dict(state_dict)
+        planner.check(checkpoint_id)
+        model.load_state_dict(state_dict)
+        check_written(states_of(model.model), f"loading {checkpoint_id}")
 
     def _find_load_step(self, folder: str = "") -> int:
         root = Path(folder or self.folder)

@@ -6,6 +6,7 @@ import shlex
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from .catalog import Recipe, find_recipe, list_recipes
@@ -61,6 +62,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", default="auto", help="auto (default), neuron, cuda or cpu")
     parser.add_argument(
+        "--model",
+        metavar="M",
+        help="instead of the recipe's: a folder (its weights are where training starts), a Hub id in the local cache, or a name",
+    )
+    parser.add_argument(
+        "--route", metavar="R", help="instead of the recipe's: native, or transformers (see docs/routes.md)"
+    )
+    parser.add_argument(
         "--resume",
         action="store_true",
         help="go on from the last checkpoint in --dump_folder, or in this recipe's newest run",
@@ -68,6 +77,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dump_folder", metavar="DIR", help=f"where the run writes (default: {OUTPUTS}/RECIPE-DATE-TIME)"
     )
+    parser.add_argument(
+        "--compare-modes",
+        action="store_true",
+        help="run a few steps eagerly and compiled, and print losses, step times, graphs and where they part",
+    )
+    parser.add_argument("--profile", action="store_true", help="write a torch profiler trace of one step")
     parser.add_argument(
         "--allow-untested",
         action="store_true",
@@ -103,6 +118,7 @@ def _main(arguments: list[str], recipes: Path) -> int:
 
     from .device import choose_device, set_device
     from .logs import set_up_logging
+    from .modes import compare_modes
     from .run import Options, build_config, run_rank
 
     set_up_logging(None, console=first)
@@ -110,7 +126,15 @@ def _main(arguments: list[str], recipes: Path) -> int:
     device = choose_device(options.device)
     folder = options.dump_folder or _run_folder(recipe, options.resume, under_torchrun)
     run_options = Options(
-        recipe, tuple(rest), device, folder, options.resume, _resume_command(arguments, recipe, folder)
+        recipe,
+        tuple(rest),
+        device,
+        folder,
+        options.resume,
+        _resume_command(arguments, recipe, folder),
+        options.model,
+        options.route,
+        options.profile,
     )
     set_device(device)
     if device == "cpu":
@@ -120,7 +144,7 @@ def _main(arguments: list[str], recipes: Path) -> int:
         # for. With one thread there is no pool; each rank sets its own number.
         torch.set_num_threads(1)
     if options.help:
-        build_config(Options(recipe, (*rest, "--help"), device, folder, False, ""))
+        build_config(replace(run_options, titan_args=(*rest, "--help")))
 
     from .preflight import check, world_size_of
 
@@ -132,6 +156,10 @@ def _main(arguments: list[str], recipes: Path) -> int:
             f"device: {device}{' (chosen by auto)' if options.device == 'auto' else ''}, {world} rank{'s' if world > 1 else ''}"
         )
         print(f"run folder: {folder}", flush=True)
+    if options.compare_modes:
+        if under_torchrun:
+            raise UserError("--compare-modes starts its ranks itself, twice: run it without torchrun.")
+        return compare_modes(run_options, world, config.training.mixed_precision_param)
     if under_torchrun:
         outcome = run_rank(run_options)
     else:

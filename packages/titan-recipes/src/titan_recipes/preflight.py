@@ -5,10 +5,13 @@ import math
 from pathlib import Path
 from typing import Any
 
+from hf_ckpt_adapter.sources import ASSETS
+
 from .checkpoint import complete_steps
 from .data import TextDataLoader
 from .documents import load_documents
 from .errors import UserError
+from .source import refuse_remote_code
 
 __all__ = ["check", "world_size_of"]
 
@@ -29,6 +32,7 @@ def check(config: Any, world_size: int, *, resume: bool) -> None:
     """Raise UserError for the first thing that would make this run fail or mean something else than was asked."""
     _check_world_size(config, world_size)
     _check_shapes(config)
+    _check_remote_code(config)
     _check_tokenizer(config)
     _check_data(config)
     _check_folder(config, resume)
@@ -77,20 +81,49 @@ def _check_shapes(config: Any) -> None:
             f"training.seq_len {seq_len} must be a multiple of {multiple} (tensor parallel {p.tensor_parallel_degree} with sequence "
             f"parallel, context parallel {p.context_parallel_degree}); nearest: {seq_len // multiple * multiple or multiple}."
         )
-    attention = model.first_attention
     tp = p.tensor_parallel_degree
-    for name, heads in (
-        ("attention heads", attention.n_heads),
-        ("KV heads", attention.n_kv_heads or attention.n_heads),
-    ):
+    for name, heads in _heads(model).items():
         if heads % tp:
             valid = [d for d in range(1, heads + 1) if heads % d == 0]
             raise UserError(f"tensor_parallel_degree {tp} does not divide the {heads} {name}; valid degrees: {valid}.")
-    if model.enable_weight_tying and p.pipeline_parallel_degree > 1:
+    if p.context_parallel_degree > 1 and hasattr(model, "qwen3"):
+        raise UserError(
+            f"context_parallel_degree {p.context_parallel_degree}: this toolkit's attention does not yet see keys of other ranks.\n"
+            "Use --parallelism.context_parallel_degree 1."
+        )
+    if _is_tied(model) and p.pipeline_parallel_degree > 1:
         raise UserError(
             "Pipeline parallel with tied embeddings is not supported: first and last stage would each train a copy.\n"
             "Use --parallelism.pipeline_parallel_degree 1, or tie_word_embeddings=False in the recipe."
         )
+
+
+def _heads(model: Any) -> dict[str, int]:
+    """Heads by kind, of a model spec of ours on either route, or of TorchTitan's own."""
+    if hasattr(model, "qwen3"):
+        heads, kv_heads = model.qwen3.num_attention_heads, model.qwen3.num_key_value_heads
+    else:
+        heads = model.first_attention.n_heads
+        kv_heads = model.first_attention.n_kv_heads or heads
+    return {"attention heads": heads, "KV heads": kv_heads}
+
+
+def _is_tied(model: Any) -> bool:
+    return bool(model.qwen3.tie_word_embeddings if hasattr(model, "qwen3") else model.enable_weight_tying)
+
+
+def _check_remote_code(config: Any) -> None:
+    """Folders that this run, or who loads its export, reads configuration from."""
+    if getattr(config, "hf_model", ""):
+        raise UserError(
+            f"hf_model {config.hf_model!r}: TorchTitan reads that config with trust_remote_code=True, which runs code from its folder.\n"
+            "Build the model spec with titan_recipes.spec.transformers(...) instead."
+        )
+    checkpoint = config.checkpoint
+    for folder in (config.hf_assets_path, checkpoint.initial_load_path if checkpoint.enable else None):
+        if folder:
+            refuse_remote_code(Path(folder).expanduser())
+            refuse_remote_code(Path(folder).expanduser() / ASSETS)
 
 
 def _check_tokenizer(config: Any) -> None:

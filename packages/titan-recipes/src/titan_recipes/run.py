@@ -11,6 +11,7 @@ from typing import Any
 from .catalog import Recipe, load_recipe
 from .errors import UserError
 from .logs import say, set_up_logging
+from .modes import STEPS, Mode, prepare
 
 __all__ = ["Options", "Outcome", "build_config", "run_rank", "train_rank"]
 
@@ -27,6 +28,14 @@ class Options:
     resume: bool
     command: str
     """The command as the user typed it, to print how to resume."""
+    model: str | None = None
+    """Instead of the recipe's: a folder, a Hub id or a name."""
+    route: str | None = None
+    """Instead of the recipe's: native or transformers."""
+    profile: bool = False
+    """Trace one step."""
+    mode: Mode | None = None
+    """One side of --compare-modes."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +44,8 @@ class Outcome:
 
     step: int
     signal: int | None
+    graphs: int = 0
+    """Graphs that torch.compile made on this rank."""
 
 
 def build_config(options: Options) -> Any:
@@ -47,6 +58,7 @@ def build_config(options: Options) -> Any:
     from torchtitan.trainer import Trainer
 
     from .defaults import apply_device_defaults
+    from .spec import use_model
     from .trainer import adopt
 
     config = load_recipe(options.recipe)()
@@ -56,6 +68,8 @@ def build_config(options: Options) -> Any:
             "(use titan_recipes.trainer.Trainer.Config)."
         )
     config = adopt(config)
+    if options.model or options.route:
+        use_model(config, options.model, route=options.route)
     config.dump_folder = options.dump_folder
     for line in apply_device_defaults(config, options.device):
         say(f"{options.device}: {line}")
@@ -68,6 +82,15 @@ def build_config(options: Options) -> Any:
         prog=f"apps/train {options.recipe.name}",
         console_outputs=os.environ.get("RANK", "0") == "0",
     )
+    if options.profile:
+        from .profiling import TRACED_STEP, StepProfiler
+
+        config.profiler = StepProfiler.Config()
+        if config.training.steps < TRACED_STEP:
+            raise UserError(f"--profile traces step {TRACED_STEP}; give it --training.steps {TRACED_STEP} or more.")
+    if options.mode is not None:
+        named = any(argument.partition("=")[0] == "--training.steps" for argument in options.titan_args)
+        prepare(config, options.mode, None if named else STEPS)
     return config
 
 
@@ -81,10 +104,25 @@ def run_rank(options: Options) -> Outcome:
         _print_error(f"error: {error}")
     except KeyboardInterrupt:
         os._exit(128 + signal.SIGINT)  # before training began; whoever started this rank says so
-    except BaseException:
-        _print_error(traceback.format_exc())
+    except BaseException as error:
+        _print_error(traceback.format_exc() + explain_late_error(error, options.device))
     sys.stderr.flush()
     os._exit(1)  # skips atexit: collectives of a broken group can block there
+
+
+_BLOCKING = {"neuron": "NEURON_LAUNCH_BLOCKING", "cuda": "CUDA_LAUNCH_BLOCKING"}
+
+
+def explain_late_error(error: BaseException, device: str) -> str:
+    """A note for an error that a device may have reported late, else nothing. Accelerators run behind the host: an
+    operation's error, out-of-memory included, surfaces where the host next waits for the device."""
+    variable = _BLOCKING.get(device)
+    if variable is None or not isinstance(error, RuntimeError) or os.environ.get(variable) == "1":
+        return ""
+    return (
+        f"\nnote: the {device} device reports errors late. The operation that failed may lie before the last line above;\n"
+        f"run again with {variable}=1 (slower) and the traceback ends at it."
+    )
 
 
 def _print_error(text: str) -> None:
@@ -141,14 +179,16 @@ def train_rank(options: Options) -> Outcome:
             f"checkpoint: {folder}" if step and config.checkpoint.enable else "no step was finished, nothing to save"
         )
         say(f"\nstopped by {signal.Signals(stopped_by).name} after step {step}. {where}")
-        if step and config.checkpoint.enable:
+        if step and config.checkpoint.enable and not config.checkpoint.load_only:
             say(f"to go on:  {options.command}")
-    elif rank == 0 and config.checkpoint.enable:
+    elif rank == 0 and config.checkpoint.enable and not config.checkpoint.load_only:
         set_up_logging(Path(options.dump_folder) / "logs" / f"rank-{rank}.log", console=True)
         from .publish import publish
 
         publish(trainer)
-    return Outcome(step, stopped_by)
+    from torch._dynamo.utils import counters
+
+    return Outcome(step, stopped_by, counters["stats"]["unique_graphs"])
 
 
 def usable_cores() -> int:

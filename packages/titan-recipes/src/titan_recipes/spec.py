@@ -1,15 +1,25 @@
-"""TorchTitan model specs for Qwen3, and the Hugging Face config.json of a native model.
+"""TorchTitan model specs for any Qwen3, dense or mixture of experts, on either route.
 
-`qwen3_spec` takes the sizes of a config.json by their own names, so that a recipe reads like the model card.
+    native("Qwen/Qwen3-8B")              TorchTitan's own model
+    transformers("Qwen/Qwen3-8B")        the Transformers class, in TorchTitan's Transformers backend
+    native(Qwen3Config(vocab_size=...))  sizes of your own, by the names of config.json
+
+Both compute what qwen3-core computes from the same weights, and start from its initial distribution. docs/routes.md
+compares them.
 """
 
+import logging
+from collections import Counter
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+from qwen3_core import Qwen3Config
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torchtitan.components.optimizer import register_moe_load_balancing_hook
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
@@ -18,126 +28,192 @@ from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.qwen3 import parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.protocols.module import Module
 
-from .attention import MaskedQwen3Model, SDPAttention
-from .state_dict import NativeStateDictAdapter
+from .attention import Mask, MaskedQwen3Model, SDPAttention
+from .errors import UserError
+from .moe import moe_config
+from .source import Model, find_model
+from .state_dict import BackendStateDictAdapter, NativeStateDictAdapter
 
-__all__ = ["hf_config", "parallelize", "qwen3_spec"]
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+__all__ = ["Route", "hf_config", "model_spec", "native", "route_of", "swaps", "transformers", "use_model"]
+
+log = logging.getLogger(__name__)
+
+Route = Literal["native", "transformers"]
 
 
-def qwen3_spec(
-    flavor: str,
-    *,
-    vocab_size: int,
-    hidden_size: int,
-    num_hidden_layers: int,
-    num_attention_heads: int,
-    num_key_value_heads: int,
-    head_dim: int,
-    intermediate_size: int,
-    max_position_embeddings: int,
-    rope_theta: float = 1_000_000.0,
-    rms_norm_eps: float = 1e-6,
-    tie_word_embeddings: bool = False,
-    initializer_range: float = 0.02,
-    document_mask: Literal["causal", "block"] = "block",
-) -> ModelSpec:
-    """A dense Qwen3 for TorchTitan's native model. Sizes as in config.json; init is normal(initializer_range)."""
-    normal = partial(nn.init.normal_, std=initializer_range)
-    linear_init: dict[str, Any] = {"weight": normal, "bias": nn.init.zeros_}
-
-    def norm(size: int) -> RMSNorm.Config:
-        return RMSNorm.Config(normalized_shape=size, eps=rms_norm_eps, param_init={"weight": nn.init.ones_})
-
-    def layer() -> Qwen3TransformerBlock.Config:
-        return Qwen3TransformerBlock.Config(
-            attention_norm=norm(hidden_size),
-            ffn_norm=norm(hidden_size),
-            attention=make_gqa_config(
-                dim=hidden_size,
-                n_heads=num_attention_heads,
-                n_kv_heads=num_key_value_heads,
-                head_dim=head_dim,
-                wqkv_param_init=linear_init,
-                wo_param_init=linear_init,
-                inner_attention=SDPAttention.Config(),
-                fuse_qkv=True,
-                rope=CosSinRoPE.Config(dim=head_dim, max_seq_len=max_position_embeddings, theta=rope_theta),
-                qk_norm=norm(head_dim),
-            ),
-            feed_forward=make_ffn_config(
-                dim=hidden_size,
-                hidden_dim=intermediate_size,
-                w1_param_init=linear_init,
-                w2w3_param_init=linear_init,
-            ),
-        )
-
+def native(model: Model, *, document_mask: Mask = "block", flavor: str | None = None) -> ModelSpec:
+    """TorchTitan's own Qwen3 with SDPA. `flavor` is what the run calls it; by default the model's name."""
+    source = find_model(model)
+    c = source.config
+    init: dict[str, Any] = {"weight": partial(nn.init.normal_, std=c.initializer_range), "bias": nn.init.zeros_}
     return ModelSpec(
         name="qwen3",
-        flavor=flavor,
+        flavor=flavor or source.name,
         model=MaskedQwen3Model.Config(
-            vocab_size=vocab_size,
-            dim=hidden_size,
-            norm=norm(hidden_size),
-            enable_weight_tying=tie_word_embeddings,
-            tok_embeddings=Embedding.Config(
-                num_embeddings=vocab_size,
-                embedding_dim=hidden_size,
-                # Tied, the head's init is the embedding's.
-                param_init={"weight": skip_param_init if tie_word_embeddings else normal},
-            ),
-            lm_head=Linear.Config(in_features=hidden_size, out_features=vocab_size, param_init=linear_init),
-            layers=[layer() for _ in range(num_hidden_layers)],
+            qwen3=c,
             document_mask=document_mask,
-            initializer_range=initializer_range,
+            vocab_size=c.vocab_size,
+            dim=c.hidden_size,
+            norm=_norm(c, c.hidden_size),
+            enable_weight_tying=c.tie_word_embeddings,
+            tok_embeddings=Embedding.Config(
+                num_embeddings=c.vocab_size,
+                embedding_dim=c.hidden_size,
+                # Tied, the head's init is the embedding's.
+                param_init={"weight": skip_param_init if c.tie_word_embeddings else init["weight"]},
+            ),
+            lm_head=Linear.Config(in_features=c.hidden_size, out_features=c.vocab_size, param_init=init),
+            layers=[_layer(c, i, init) for i in range(c.num_hidden_layers)],
         ),
         parallelize_fn=parallelize,
         pipelining_fn=pipeline_llm,
-        post_optimizer_build_fn=None,
+        post_optimizer_build_fn=register_moe_load_balancing_hook,  # idle unless a recipe sets load_balance_coeff
         state_dict_adapter=NativeStateDictAdapter,
     )
 
 
-def parallelize(model: nn.Module, **kwargs: Any) -> nn.Module:
-    """TorchTitan's own parallelisation; on gloo, FSDP is told to reduce by sum.
+def _norm(c: Qwen3Config, size: int) -> RMSNorm.Config:
+    return RMSNorm.Config(normalized_shape=size, eps=c.rms_norm_eps, param_init={"weight": nn.init.ones_})
 
-    FSDP2 scales gradients with ReduceOp.PREMUL_SUM, which gloo lacks. Neuron and NCCL keep the default.
+
+def _layer(c: Qwen3Config, index: int, init: dict[str, Any]) -> Qwen3TransformerBlock.Config:
+    sparse = c.is_moe_layer(index)
+    feed_forward = make_ffn_config(
+        dim=c.hidden_size, hidden_dim=c.intermediate_size, w1_param_init=init, w2w3_param_init=init
+    )
+    return Qwen3TransformerBlock.Config(
+        attention_norm=_norm(c, c.hidden_size),
+        ffn_norm=_norm(c, c.hidden_size),
+        attention=make_gqa_config(
+            dim=c.hidden_size,
+            n_heads=c.num_attention_heads,
+            n_kv_heads=c.num_key_value_heads,
+            head_dim=c.head_dim,
+            wqkv_param_init=init,
+            wo_param_init=init,
+            inner_attention=SDPAttention.Config(
+                logit_scale=c.rope_scaling.attention_scale**2 if c.rope_scaling else 1.0
+            ),
+            fuse_qkv=True,
+            rope=_rope(c),
+            qk_norm=_norm(c, c.head_dim),
+        ),
+        feed_forward=None if sparse else feed_forward,
+        moe=moe_config(c, init["weight"]) if sparse else None,
+    )
+
+
+def _rope(c: Qwen3Config) -> CosSinRoPE.Config:
+    plain = CosSinRoPE.Config(dim=c.head_dim, max_seq_len=c.max_sequence_length, theta=c.rope_theta)
+    if c.rope_scaling is None:
+        return plain
+    return replace(
+        plain,
+        scaling="yarn",
+        rope_factor=c.rope_scaling.factor,
+        beta_fast=c.rope_scaling.beta_fast,
+        beta_slow=c.rope_scaling.beta_slow,
+        original_seq_len=c.rope_scaling.original_max_position_embeddings,
+        truncate=c.rope_scaling.truncate,
+    )
+
+
+def transformers(model: Model, *, document_mask: Mask = "block", flavor: str | None = None) -> ModelSpec:
+    """The Transformers class in TorchTitan's Transformers backend, with SDPA. `flavor` as for `native`."""
+    from .transformers_route import transformers_model_spec  # Transformers' model code costs seconds
+
+    source = find_model(model)
+    return transformers_model_spec(source.config, document_mask, flavor or source.name, BackendStateDictAdapter)
+
+
+def model_spec(
+    model: Model, *, route: str = "native", document_mask: Mask = "block", flavor: str | None = None
+) -> ModelSpec:
+    """`native` or `transformers`, by name. Raises UserError for another route."""
+    routes = {"native": native, "transformers": transformers}
+    if route not in routes:
+        raise UserError(f"route {route!r} is unknown; choose one of {', '.join(routes)}.")
+    return routes[route](model, document_mask=document_mask, flavor=flavor)
+
+
+def route_of(spec: ModelSpec) -> Route:
+    """The route that a spec of this module takes. Raises UserError for a spec of another's making."""
+    if getattr(spec.model, "qwen3", None) is None:
+        raise UserError(
+            f"The recipe's model spec ({spec.name} {spec.flavor}) is not one of titan_recipes.spec: it has no route to change. "
+            "Build it with native(...) or transformers(...)."
+        )
+    return "native" if isinstance(spec.model, MaskedQwen3Model.Config) else "transformers"
+
+
+def swaps(spec: ModelSpec) -> list[str]:
+    """A line for each class of this toolkit that stands in a spec where TorchTitan has one of its own."""
+    found: Counter[str] = Counter()
+    for _, config, _, _ in spec.model.traverse(Module.Config, recurse=True):
+        owner = config._owner
+        if owner is not None and owner.__module__.startswith("titan_recipes."):
+            stock = next(base for base in owner.__mro__ if not base.__module__.startswith("titan_recipes."))
+            found[f"{owner.__module__}.{owner.__name__} for {stock.__module__}.{stock.__name__}"] += 1
+    return [f"{line} ({count} x)" for line, count in found.items()]
+
+
+def use_model(
+    config: "Trainer.Config", model: Model | None = None, *, route: str | None = None, weights: bool | None = None
+) -> None:
+    """Set every field of a recipe's config that depends on the model; what is None stays as the recipe has it.
+
+    A folder's tokenizer becomes hf_assets_path, and its weights are what a fresh run starts from (`weights=False`: only its
+    sizes; True: they have to be there).
     """
-    model = parallelize_qwen3(model, **kwargs)
+    assert config.model_spec is not None
+    own, old = route_of(config.model_spec), config.model_spec.model
+    route = route or own
+    if model is None:
+        config.model_spec = model_spec(
+            old.qwen3, route=route, document_mask=old.document_mask, flavor=config.model_spec.flavor
+        )
+        return
+    source = find_model(model)
+    config.model_spec = model_spec(source.config, route=route, document_mask=old.document_mask, flavor=source.name)
+    config.expected_trainable = None  # it was another model's
+    if hasattr(config.loss, "global_vocab_size"):
+        config.loss.global_vocab_size = source.config.vocab_size
+    if source.tokenizer is not None:
+        config.hf_assets_path = str(source.tokenizer)
+    if weights and source.weights is None:
+        raise UserError(f"{model} has no weights: neither *.safetensors nor a TorchTitan step.")
+    if source.weights is not None and weights is not False:
+        config.checkpoint.initial_load_path = str(source.weights)
+        config.checkpoint.initial_load_in_hf = True  # a step too: read through the same table, it starts either route
+
+
+def parallelize(model: nn.Module, **kwargs: Any) -> nn.Module:
+    """TorchTitan's own parallelisation of its Qwen3, made to run on gloo."""
+    return reduce_by_sum_on_gloo(parallelize_qwen3(model, **kwargs))
+
+
+def reduce_by_sum_on_gloo(model: nn.Module) -> nn.Module:
+    """On gloo, tell FSDP to reduce by sum: it scales gradients with ReduceOp.PREMUL_SUM, which gloo lacks.
+
+    Neuron and NCCL keep the default.
+    """
     if dist.is_initialized() and dist.get_backend() == "gloo":
+        log.info("swap: FSDP reduces by sum, for gloo")
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
     return model
 
 
-def hf_config(model: MaskedQwen3Model.Config, *, dtype: torch.dtype) -> dict[str, Any]:
-    """The config.json that Transformers needs to rebuild this model (dense Qwen3; `dtype` is that of the weights)."""
-    attention = model.layers[0].attention
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.dim,
-        "intermediate_size": model.layers[0].feed_forward.w1.out_features,
-        "num_hidden_layers": len(model.layers),
-        "num_attention_heads": attention.n_heads,
-        "num_key_value_heads": attention.n_kv_heads or attention.n_heads,
-        "head_dim": attention.head_dim,
-        "max_position_embeddings": model.max_seq_len,
-        "rope_parameters": {"rope_type": "default", "rope_theta": attention.rope.theta},
-        "rope_theta": attention.rope.theta,
-        "rms_norm_eps": model.norm.eps,
-        "tie_word_embeddings": model.enable_weight_tying,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "initializer_range": model.initializer_range,
-        "bos_token_id": None,
-        "dtype": str(dtype).removeprefix("torch."),
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        "use_cache": True,
-    }
+def hf_config(model: Any, *, dtype: torch.dtype) -> dict[str, Any] | None:
+    """The config.json that Transformers needs to rebuild a model of these specs (`dtype`: of the weights), else None."""
+    config = getattr(model, "qwen3", None)
+    if config is None:
+        return None
+    written: dict[str, Any] = replace(config, dtype=str(dtype).removeprefix("torch.")).to_hf()
+    return written

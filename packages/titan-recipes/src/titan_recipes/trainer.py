@@ -7,21 +7,24 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from qwen3_core.loss import ExpectedLoss
 from torchtitan import trainer as titan
 from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.validate import Validator
 from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed.utils import dist_sum
 
 from .assets import write_assets
-from .attention import MaskedQwen3Model
 from .checkpoint import StepCheckpoints
 from .data import TextDataLoader
 from .errors import UserError
+from .first_loss import random_loss, report_first_loss
+from .guard import check_written, guard_initialisation, states_of
 from .logs import say
 from .metrics import RunMetrics
-from .spec import hf_config
+from .spec import hf_config, swaps
 from .stop import StopRequest
 
 __all__ = ["ShapeWatch", "Trainer", "adopt", "recast"]
@@ -48,21 +51,22 @@ class Trainer(titan.Trainer):
     def __init__(self, config: Config) -> None:
         config.validator.dataloader = validation_data(config)
         assert config.model_spec is not None
-        model = config.model_spec.model
-        # TorchTitan shortens the RoPE table to seq_len while it builds; the exported config keeps the model's own length.
-        self.hf_config = (
-            hf_config(model, dtype=TORCH_DTYPE_MAP[config.training.dtype])
-            if isinstance(model, MaskedQwen3Model.Config)
-            else None
-        )
+        self.hf_config = hf_config(config.model_spec.model, dtype=TORCH_DTYPE_MAP[config.training.dtype])
+        for line in swaps(config.model_spec):
+            log.info("swap: %s", line)
+        config.model_spec = guard_initialisation(config.model_spec)
         super().__init__(config)
+        self._check_ties()
         self.stop = StopRequest()
+        self.losses = LossWatch()
+        self.expected_loss: ExpectedLoss | None = None
         self.validated_step = -1
         self.finished_step = 0
         self.recipe: dict[str, object] | None = None  # set by the runner: what built this config
         self.recipe_source: Path | None = None
         if config.checkpoint.enable:
             self.checkpointer.write_assets = self._write_assets
+            self.checkpointer.before_save = self._check_finite
         if config.validator.enable:
             validate = self.validator.validate
             self.validator.validate = self._remembering(validate)
@@ -76,6 +80,25 @@ class Trainer(titan.Trainer):
             raise UserError(
                 f"The recipe expects {config.expected_trainable:,} trainable parameters{where}; {trainable:,} of {total:,} would train."
             )
+
+    def _check_ties(self) -> None:
+        """Tied weights are one parameter in this layout, or it is refused."""
+        model = self.model_config
+        qwen3 = getattr(model, "qwen3", None)
+        if not (qwen3.tie_word_embeddings if qwen3 is not None else getattr(model, "enable_weight_tying", False)):
+            return
+        for part in self.model_parts:
+            ends = [getattr(getattr(part, name, None), "weight", None) for name in ("tok_embeddings", "lm_head")]
+            if ends[0] is not ends[1]:
+                raise UserError(
+                    "The model ties its head to its embedding, but in this layout they are two parameters that would train apart.\n"
+                    "Choose another layout (no pipeline parallelism), or tie_word_embeddings=False."
+                )
+
+    def _check_finite(self) -> None:
+        """No loss since the last look, and no weight, is NaN: such a step is not saved."""
+        self.losses.check()
+        check_written(states_of(self.model_parts), f"step {self.step}")
 
     def _remembering(self, validate: Callable[..., None]) -> Callable[..., None]:
         def run(model_parts: list[torch.nn.Module], step: int) -> None:
@@ -100,8 +123,28 @@ class Trainer(titan.Trainer):
             self.checkpointer.maybe_wait_for_saving()
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
-        super().train_step(data_iterator)
+        try:
+            super().train_step(data_iterator)
+            if self.metrics_processor.should_log(self.step):
+                self.losses.check()
+        except RuntimeError:
+            self.losses.check()  # TorchTitan saw that the loss is not finite: say since when
+            raise
         self.finished_step = self.step
+        if self.expected_loss is not None:
+            self._report_first_loss(self.expected_loss)
+            self.expected_loss = None
+
+    def forward_backward_step(self, **batch: Any) -> torch.Tensor:
+        loss = super().forward_backward_step(**batch)
+        self.losses.add(self.step, loss)
+        return loss
+
+    def _report_first_loss(self, expected: ExpectedLoss) -> None:
+        total = self.losses.first
+        mesh = self.parallel_dims.get_optional_mesh("loss") if self.parallel_dims.dp_cp_enabled else None
+        loss = dist_sum(total, mesh) if mesh is not None else float(total)
+        report_first_loss(loss, expected, self.model_config.vocab_size, self.checkpointer.loaded)
 
     def state_dict(self) -> dict[str, int]:
         """TorchTitan's, with the tokens that all ranks saw: its own per-rank count is wrong on another number of ranks."""
@@ -126,6 +169,9 @@ class Trainer(titan.Trainer):
         if self.metrics_processor.total_steps == 0:  # first call: weights are loaded, no step was made
             self.metrics_processor.start(self.step, self.config.training.steps)
             self.finished_step = self.step
+            training = self.config.training
+            tokens = self.gradient_accumulation_steps * training.local_batch_size * training.seq_len * self._data_ranks
+            self.expected_loss = random_loss(self.model_parts, self.model_config.vocab_size, tokens)
         return not self.stop.agreed() and super().should_continue_training()
 
     def post_dataloading_process(
@@ -140,12 +186,39 @@ class Trainer(titan.Trainer):
         eos = getattr(self.tokenizer, "eos_id", None)
         write_assets(
             folder,
-            config=self.hf_config | {"eos_token_id": eos},
+            config={"eos_token_id": eos} | self.hf_config,  # a published model names its own
             tokenizer_folder=Path(self.config.hf_assets_path),
             eos_token_id=eos,
             recipe=self.recipe,
             recipe_source=self.recipe_source,
         )
+
+
+class LossWatch:
+    """Keeps each step's loss on the device and looks at it where the host waits for the device anyway."""
+
+    def __init__(self) -> None:
+        self.first = torch.zeros(())
+        self._step = -1
+        self._unseen: list[tuple[int, torch.Tensor]] = []
+
+    def add(self, step: int, loss: torch.Tensor) -> None:
+        """`loss` of one micro-batch of `step`: this rank's part of the mean."""
+        loss = loss.detach().clone()  # under CUDA graphs the next replay overwrites it
+        if self._step in (-1, step):
+            self._step, self.first = step, self.first.to(loss.device) + loss.sum()
+        self._unseen.append((step, loss))
+
+    def check(self) -> None:
+        """Raise UserError with the first step whose loss was not finite."""
+        seen, self._unseen = self._unseen, []
+        bad = next((step for step, loss in seen if not bool(loss.isfinite().all())), None)
+        if bad is not None:
+            raise UserError(
+                f"The loss of step {bad} is not finite on this rank; nothing was saved since. The checkpoints before are good.\n"
+                "Look at that step's batch (positions, ids, labels), lower the learning rate, or resume from the last checkpoint "
+                "with other data (--dataloader.seed)."
+            )
 
 
 class ShapeWatch:
