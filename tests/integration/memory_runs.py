@@ -35,25 +35,24 @@ MOE = ModelShape(**TINY, num_experts=8, num_experts_per_tok=2, moe_intermediate_
 
 def config_of(plan: ParallelPlan, shape: ModelShape, training: Training, folder: str) -> Any:
     """The recipe's Trainer.Config of a resolved plan."""
+    from qwen3_core import Qwen3Config
     from titan_recipes.checkpoint import StepCheckpoints
     from titan_recipes.data import TextDataLoader
-    from titan_recipes.spec import qwen3_spec
+    from titan_recipes.spec import native
     from titan_recipes.trainer import Trainer
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
     from torchtitan.config import CommConfig, DebugConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
-    sizes = {name: getattr(shape, name) for name in TINY}
-    spec = qwen3_spec(
-        "tiny",
-        max_position_embeddings=4096,
-        tie_word_embeddings=shape.tie_word_embeddings,
-        document_mask="block" if training.attention == "masked" else "causal",
-        **sizes,
-    )
+    sizes: dict[str, Any] = {name: getattr(shape, name) for name in TINY}
     if shape.num_experts:
-        _add_experts(spec.model, shape)
+        names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+        sizes |= {name: getattr(shape, name) for name in names} | {"norm_topk_prob": True}
+    qwen3 = Qwen3Config(
+        **sizes, max_position_embeddings=4096, rope_theta=1e6, tie_word_embeddings=shape.tie_word_embeddings
+    )
+    spec = native(qwen3, document_mask="block" if training.attention == "masked" else "causal", flavor="tiny")
     loss: Any = CrossEntropyLoss.Config(global_vocab_size=shape.vocab_size)
     if training.loss_chunks > 1:
         loss = ChunkedLossWrapper.Config(num_chunks=training.loss_chunks, loss_fn=loss)
@@ -96,37 +95,6 @@ def config_of(plan: ParallelPlan, shape: ModelShape, training: Training, folder:
     return config
 
 
-def _add_experts(model: Any, shape: ModelShape) -> None:
-    """Every layer's MLP becomes TorchTitan's mixture of experts."""
-    from functools import partial
-
-    from torch import nn
-    from torchtitan.models.common.config_utils import make_moe_config, make_routed_experts_config, make_router_config
-
-    normal = partial(nn.init.normal_, std=0.02)
-    for layer in model.layers:
-        layer.feed_forward = None
-        layer.moe = make_moe_config(
-            num_experts=shape.num_experts,
-            router=make_router_config(
-                dim=shape.hidden_size,
-                num_experts=shape.num_experts,
-                gate_param_init={"weight": normal},
-                top_k=shape.num_experts_per_tok,
-                score_func="softmax",
-                route_norm=True,
-            ),
-            routed_experts=make_routed_experts_config(
-                dim=shape.hidden_size,
-                hidden_dim=shape.moe_intermediate_size,
-                num_experts=shape.num_experts,
-                top_k=shape.num_experts_per_tok,
-                param_init={"w1_EFD": normal, "w2_EDF": normal, "w3_EFD": normal},
-                comm_backend="standard",
-            ),
-        )
-
-
 def measure(rank: int, plan: ParallelPlan, shape: ModelShape, training: Training) -> dict[str, Any]:
     """On one rank of a gloo group: bytes by part, from the second step (moments exist), as {part: bytes} plus "peak"."""
     from titan_recipes.device import set_device
@@ -135,7 +103,6 @@ def measure(rank: int, plan: ParallelPlan, shape: ModelShape, training: Training
     import torch.distributed as dist
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as group
     from torchtitan.models.common import token_dispatcher
-    from torchtitan.models.common.linear import Linear
 
     config = config_of(plan, shape, training, tempfile.mkdtemp(prefix="neuron-parallel-"))
     with ExitStack() as stack:
@@ -145,9 +112,6 @@ def measure(rank: int, plan: ParallelPlan, shape: ModelShape, training: Training
             stack.enter_context(
                 patch.object(titan_trainer.dist_utils, "init_distributed", lambda *_, **__: dist.get_world_size())
             )
-        if shape.num_experts:  # config.json of a mixture of experts is not what is measured
-            stack.enter_context(patch("titan_recipes.trainer.hf_config", lambda *_, **__: {}))
-            stack.enter_context(patch.object(Linear, "forward", _float32_gate(shape.num_experts)))
         for name, method in _functional_exchange().items():
             stack.enter_context(patch.object(token_dispatcher.AllToAllTokenDispatcher, name, method))
         trainer = config.build()
@@ -248,17 +212,6 @@ def _name_parts(stack: ExitStack, count: TensorBytes, group: Any, trainer: Any, 
     within(attention, "document_mask_B1LK", "attention")
 
 
-def _float32_gate(num_experts: int) -> Any:
-    """The router's gate in float32, as TorchTitan's autocast has it on devices; CPU autocast knows no float32."""
-
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        if self.out_features == num_experts:
-            return torch.nn.functional.linear(x.float(), self.weight.float())
-        return torch.nn.functional.linear(x, self.weight, self.bias)
-
-    return forward
-
-
 def _functional_exchange() -> dict[str, Any]:
     """TorchTitan's three exchanges by functional collectives, which gloo has; same tensors."""
     from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd, wait_tensor
@@ -291,10 +244,12 @@ def layouts(seed: int, count: int) -> list[tuple[ParallelPlan, ModelShape, Train
             micro_batch=draw.choice((1, 2)),
             seq_len=draw.choice((128, 256, 384)),
         )
+        compute: Any = draw.choice((2, 4))
         training = Training(
             checkpointing=("none", "selective", "full")[i % 3],  # type: ignore[arg-type]
             attention=draw.choice(("flash", "masked")),  # type: ignore[arg-type]
-            compute_bytes=draw.choice((2, 4)),  # type: ignore[arg-type]
+            compute_bytes=compute,
+            expert_bytes=compute,
             optimizer=draw.choice(("foreach", "fused")),  # type: ignore[arg-type]
             loss_chunks=draw.choice((1, 4, 8)),
             reshard=draw.choice(("default", "default", "always", "never")),  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ QUICK = {
     "moe, tp 2 x ep 2, full": (
         ParallelPlan(tp=2, ep=2, seq_len=256).resolve(2),
         MOE,
-        Training(checkpointing="full", compute_bytes=4, **CPU),
+        Training(checkpointing="full", compute_bytes=4, expert_bytes=4, **CPU),
     ),
 }
 SEEDS = (4, 5)

@@ -229,7 +229,14 @@ def _experts(s: Symbols, training: Training) -> list[Op]:
     ops = [
         _norm("moe norm", "h", "norm(h)", s.t, D, s),
         *(_gather("norm(h)", "gathered h", s) if gathers else []),
-        Op("gate", (x,), {"gate": scores}, (x,), {"h in fp32": m * D * 4} if s.a.value == 2 else {}, weight=E * D * a),
+        Op(
+            "gate",
+            (x,),
+            {"gate": scores},
+            (x,),
+            {"h in fp32": m * D * 4, "gate weight in fp32": E * D * 4} if s.a.value == 2 else {},
+            weight=E * D * a,
+        ),
         Op("softmax", ("gate",), {"probabilities": scores}, ("probabilities",)),
         Op("top-k", (), {"expert ids": m * s.k * 8, "top values": m * s.k * 4}, scratch=m * E, selective=True),
         Op("chosen weights", ("probabilities",), {"chosen": m * s.k * 4}, ("expert ids",)),
