@@ -10,7 +10,9 @@ bfloat16. The mask is `causal` for the packed texts of pre-training and for the 
 Neuron's fast kernel.
 
 "Memory per core" is modelled by `titan_recipes.rehearsal`: the most that torch's tensors take in one step, without the
-runtime, communication buffers and fragments, for which a tenth of the 24 GiB should stay free. "Checked" says on what.
+runtime, communication buffers and fragments, for which a tenth of the 24 GiB should stay free. The figures come from
+rehearsals of two depths and the straight line through them; `nox -s soak` takes each at full depth. "Checked: one step on
+N fake ranks" is what CI does: real widths and degrees, the first of the layers, shapes without contents.
 No recipe here has run on a device yet.
 
 To make one of your own, copy a function, or call it and set what differs.

@@ -108,8 +108,11 @@ def test_a_layout_that_does_not_fit_the_model_fails_in_rehearsal():
 
 
 def test_compilation_is_left_out_of_a_rehearsal_and_that_is_said(caplog):
+    assert recipe("qwen3_8b_pretrain_compiled")().compile.enable
+    config = recipe("debug")()
+    config.compile.enable = True
     with caplog.at_level(logging.WARNING):
-        rehearse(recipe("qwen3_8b_pretrain_compiled")(), world_size=64, layers=1)
+        rehearse(config, world_size=1, layers=1)
     assert "torch.compile is left out" in caplog.text
 
 
