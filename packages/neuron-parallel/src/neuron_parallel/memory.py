@@ -544,6 +544,7 @@ class _Stage:
     def _letters(self) -> dict[str, float]:
         names = "BSTtDKHGFVa" + ("EkMmNRc" if self.shape.num_experts else "")
         letters = {name: getattr(self.s, name).value for name in names} | {"p": self.p.value, "r": self.r.value}
+        letters["ep"] = self.plan.ep
         for unit, _ in self.units:
             letters[f"p({unit.name})"] = unit.owned
             for part in unit.parts:

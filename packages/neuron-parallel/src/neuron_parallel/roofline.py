@@ -151,7 +151,7 @@ def _elements(shape: ModelShape, dp_shard: int, cp: int, tp: int, ep: int) -> tu
     layer = list(unit_numbers(table, plan, "layer"))
     dense = sum(full for row, _, full in layer if not row.expert)
     experts = sum(full for row, _, full in layer if row.expert)
-    other = sum(full for name in ("embedding", "head") for _, _, full in unit_numbers(table, plan, name))  # type: ignore[arg-type]
+    other = sum(full for name in ("embedding", "head") for _, _, full in unit_numbers(table, plan, name))
     return sum(held for _, held, _ in layer), dense, experts, other
 
 
