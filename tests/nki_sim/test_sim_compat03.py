@@ -1,5 +1,6 @@
 """Contract: install(compat="0.3") lets kernels written for NKI 0.3 run unchanged; without it their habits stay refused."""
 
+import dataclasses
 import importlib
 from collections.abc import Iterator
 
@@ -54,3 +55,12 @@ def test_numbers_stand_for_enumerations_only_in_0_3() -> None:
         assert run(copy, x, dst=((4, 4), "float32")).sum() == 16
     finally:
         nki_sim.uninstall()
+
+
+def test_a_configuration_object_may_lack_fields_in_0_3(compat: None) -> None:
+    @dataclasses.dataclass
+    class Sizes(nl.NKIObject):
+        rows: int
+        rest: int
+
+    assert (Sizes(rows=3).rows, Sizes(rows=3).rest) == (3, None)

@@ -21,14 +21,6 @@ class Where(NamedTuple):
         return f"{self.file}:{self.line} in {self.function}"
 
 
-class Finding(NamedTuple):
-    """A broken rule that was recorded instead of raised (see `checks`)."""
-
-    rule: str
-    message: str
-    where: Where | None
-
-
 class NkiError(ValueError):
     """A rule of the hardware or of the language that the kernel breaks; `rule` is its stable name."""
 
@@ -44,11 +36,11 @@ class NotModelled(NotImplementedError, AttributeError):
 # What is being traced or executed now, innermost last: the instruction's name, and its line when it executes.
 doing: list[tuple[str, Where | None]] = []
 
-_recorded: list[tuple[frozenset[str], list[Finding]]] = [(frozenset(), [])]
+_recorded: list[tuple[frozenset[str], list[NkiError]]] = [(frozenset(), [])]
 
 
 @contextlib.contextmanager
-def checks(*, record: Sequence[str] = ()) -> Iterator[list[Finding]]:
+def checks(*, record: Sequence[str] = ()) -> Iterator[list[NkiError]]:
     """Record breaches of the named rules instead of raising at the first: `with checks(record=["race"]) as findings:`.
 
     A rule's name is the first word of its error. Recording is for looking at kernels one cannot change; what the hardware
@@ -65,10 +57,10 @@ def refuse(rule: str, message: str, where: Where | None = None) -> None:
     """Raise NkiError, or note the finding when this rule is only recorded. Instruction and line come from `doing`."""
     rules, findings = _recorded[-1]
     title, line = doing[-1] if doing else ("", None)
-    finding = Finding(rule, f"{title}: {message}" if title else message, where or line or kernel_line())
+    finding = NkiError(rule, f"{title}: {message}" if title else message, where or line or kernel_line())
     if rule not in rules:
-        raise NkiError(*finding)
-    if finding not in findings:
+        raise finding
+    if str(finding) not in map(str, findings):
         findings.append(finding)
 
 

@@ -14,7 +14,6 @@ MOVING_FREE = 512  # [A] nc_matmul, on NeuronCore-v2 and v3
 BN_STATS_FREE = 512  # [A]
 FREE_DIMENSIONS = 4  # [A] an access pattern is the partition and at most four more
 REGISTERS = 64  # [A] of 32 bits, per engine
-HBM_BYTES = 12 * 2**30  # 96 GiB a chip over 8 physical cores
 DMA_COMPUTE_SOURCES = 16  # [A]
 GHZ = {"tensor": 2.4, "vector": 0.96, "scalar": 1.2, "gpsimd": 1.2, "sync": 1.2}  # [A]; sync: as Scalar, assumed
 DMA_ENGINES = 16  # [D] per physical core
@@ -23,6 +22,4 @@ DMA_BYTES_PER_NS = 23.0  # [D] per engine
 
 def start_partitions(partitions: int) -> tuple[int, ...]:
     """Where a tile of so many partitions may begin for a compute engine [A]."""
-    if partitions > 64:
-        return (0,)
-    return (0, 64) if partitions > 32 else (0, 32, 64, 96)
+    return (0,) if partitions > 64 else (0, 64) if partitions > 32 else (0, 32, 64, 96)

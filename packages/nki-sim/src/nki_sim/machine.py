@@ -5,7 +5,7 @@ Cores are generators that stop where they meet (core_barrier, sendrecv), so an o
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,9 +13,6 @@ from nki_sim.dtypes import NUMPY, cast
 from nki_sim.errors import NkiError, Where, doing, refuse
 from nki_sim.program import Block, CoreProgram, Instr, Loop
 from nki_sim.tensor import MemoryRegion, NkiTensor, Storage, VirtualRegister
-
-if TYPE_CHECKING:
-    from nki_sim.schedule import Recorder
 
 ORDERS = ("core0", "core1", "alternate")
 MEETINGS = ("core_barrier", "sendrecv")
@@ -37,10 +34,10 @@ class Cell:
     def __init__(self, storage: Storage, data: Array | None) -> None:
         self.storage, self.unit = storage, storage.unit
         units = storage.nbytes // self.unit
-        empty = np.full(0 if data is not None else storage.nbytes, 0xFF, np.uint8)  # NaN, or an index far outside
-        self.data = empty if data is None else data
+        # 0xFF: NaN, or an index far outside
+        self.data = np.full(storage.nbytes, 0xFF, np.uint8) if data is None else data
         self.written = np.zeros(units, bool) if data is None else None
-        self.base = np.zeros(units, bool) if storage.buffer is MemoryRegion.psum else None  # where matmuls wrote
+        self.base: Any = np.zeros(units, bool) if storage.buffer is MemoryRegion.psum else None  # where matmuls wrote
         self.clobbered: tuple[Storage, Where | None] | None = None
 
     def array(self, view: NkiTensor, offset: int) -> Array:
@@ -77,7 +74,7 @@ class Cell:
 class Machine:
     """Executes the programs of one or two cores. `observe` sees each instruction after it ran."""
 
-    def __init__(self, cores: list[CoreProgram], inputs: list[Array], observe: "Recorder | None" = None) -> None:
+    def __init__(self, cores: list[CoreProgram], inputs: list[Array], observe: Any = None) -> None:
         self.cores, self.observe, self.core = cores, observe, 0
         self.instr = Instr("", "", {}, (), (), None, None)  # being executed
         self.cells: dict[tuple[int | str, int], Cell] = {}
@@ -172,13 +169,11 @@ class Machine:
         self._watch(view, offset, offset + view.extent(), True)
 
     def _clobber(self, storage: Storage, view: NkiTensor, offset: int) -> None:
-        assert storage.address is not None
         size = view.dtype.itemsize
         row, column = divmod(offset * size, storage.pitch)
         part, first = storage.address[0] + row, storage.address[1] + column
         last = first + (view.extent(1) + 1) * size
         for other in storage.aliases:
-            assert other.address is not None
             o_part, o_byte = other.address
             low, high = max(first - o_byte, 0), min(last - o_byte, other.pitch)
             top, end = max(part - o_part, 0), min(part + view.shape[0] - o_part, other.shape[0])
@@ -188,7 +183,6 @@ class Machine:
     # -- gather and scatter -------------------------------------------------------------------------------------------
     def rows(self, view: NkiTensor, index: Array, skip: bool) -> Rows:
         """Where the rows of an indirect view are."""
-        assert view.indirect_index is not None
         start = view.offset + index.astype(np.int64) * view.indirect_index.scale
         inner = np.zeros(1, np.int64)
         for stride, n in zip(view.strides[1:], view.shape[1:], strict=True):
@@ -336,7 +330,6 @@ class Machine:
         doing[-1] = (instr.op, instr.where)
 
     def _step(self, instr: Instr) -> None:
-        assert instr.compute is not None
         self._at(instr)
         with np.errstate(all="ignore"):
             if instr.special:

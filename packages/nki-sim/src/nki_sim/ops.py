@@ -19,7 +19,7 @@ class Op(NamedTuple):
     """A named operator: `alu` of two values (one when `unary`), `activation` of one; `identity` when it can reduce."""
 
     name: str
-    alu: Function | None
+    alu: Any
     activation: Function | None
     identity: float | None
     bitvec: bool
@@ -34,7 +34,6 @@ class Op(NamedTuple):
 
 def alu(op: Op, a: Any, b: Any, reverse: bool = False) -> Any:
     """a <op> b, or b <op> a."""
-    assert op.alu is not None
     return op.alu(a) if op.unary else op.alu(b, a) if reverse else op.alu(a, b)
 
 

@@ -5,7 +5,7 @@ dtypes and compile-time arguments alone.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -27,7 +27,7 @@ class Instr:
     reads: tuple[NkiTensor, ...]
     writes: tuple[NkiTensor, ...]
     where: Where | None
-    compute: Callable[..., Any] | None
+    compute: Any
     special: bool = False
     loops: tuple["Block", ...] = ()
     number: int = 0
@@ -107,10 +107,6 @@ class Tracer:
         self.home: dict[tuple[int | str, int], Block] = {}  # storage key -> the block that allocated it
         self.matmul_base: set[tuple[int | str, int]] = set()  # PSUM tensors some matmul wrote
 
-    @property
-    def depth(self) -> int:
-        return len(self.blocks) - 1
-
     def allocate(
         self, shape: Any, dtype: Any, buffer: MemoryRegion, name: str, address: Any = None, constant: Any = None
     ) -> NkiTensor:
@@ -151,8 +147,8 @@ class Tracer:
     def loop(self, **bounds: Any) -> Iterator[Loop]:
         """Record what happens inside once, as a loop's body."""
         loop = Loop(self.register(), Block(), kernel_line(), **bounds)
-        if self.depth >= REGISTERS:
-            refuse("registers", f"loops nested {self.depth + 1} deep need more than an engine's {REGISTERS} registers")
+        if len(self.blocks) > REGISTERS:
+            refuse("registers", f"loops nested {len(self.blocks)} deep; an engine has {REGISTERS} registers")
         self.blocks.append(loop.body)
         try:
             yield loop

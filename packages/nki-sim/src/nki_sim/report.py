@@ -48,6 +48,7 @@ class Report:
 
     outputs: Any
     program: Program
+    usage: Usage
     cores: list[CoreReport]
     scheduled_ns: float
     events: list[Event]
@@ -66,11 +67,6 @@ class Report:
     def useful_pe(self) -> float:
         """Useful Tensor Engine time over scheduled time, of the core that has more."""
         return max(core.pe_ns["useful"] for core in self.cores) / (self.scheduled_ns or 1.0)
-
-    @property
-    def usage(self) -> Usage:
-        """SBUF and PSUM high-water in bytes per partition."""
-        return self.program.usage
 
     def to_dict(self) -> dict[str, Any]:
         """Plain numbers, for JSON."""
@@ -136,7 +132,7 @@ def report(kernel: Any, *args: Any, model: Model | None = None, **kwargs: Any) -
     cores = [CoreReport() for _ in program.cores]
     for event in recorder.events:
         cores[event.core].add(event)
-    return Report(outputs, program, cores, schedule(recorder.events, model), recorder.events)
+    return Report(outputs, program, program.usage, cores, schedule(recorder.events, model), recorder.events)
 
 
 def _whole(path: str | os.PathLike[str], write: Callable[[Path], Any]) -> Path:

@@ -123,22 +123,20 @@ class Recorder:
         if storage.key in self.addresses:
             return self.addresses[storage.key]
         region, size = (core, storage.buffer), storage.pitch
-        live = self.live.setdefault(region, {})
-        for start in (self.cursor.get(region, 0), 0):
-            while start + size <= CAPACITY[storage.buffer]:
-                room = PSUM_BANK_BYTES - start % PSUM_BANK_BYTES
-                crosses = storage.buffer is MemoryRegion.psum and room < size <= PSUM_BANK_BYTES
-                hit = max((b for a, b in live.values() if a < start + size and start < b), default=None)
-                if hit is None and not crosses:
-                    break
-                start = start + room if hit is None else hit
-            else:
-                continue
-            break
-        else:
-            start = 0  # fragmented: the sum fits (memory.plan), the order does not; share bytes and wait
-        self.cursor[region] = start + size
-        self.addresses[storage.key] = start
+        live, cursor = self.live.setdefault(region, {}), self.cursor.get(region, 0)
+
+        def aligned(start: int) -> int:  # a tensor that fits a PSUM bank stays in one
+            room = PSUM_BANK_BYTES - start % PSUM_BANK_BYTES
+            return start + room if storage.buffer is MemoryRegion.psum and room < size <= PSUM_BANK_BYTES else start
+
+        def free(start: int) -> bool:
+            alone = all(b <= start or start + size <= a for a, b in live.values())
+            return alone and start + size <= CAPACITY[storage.buffer]
+
+        spots = [aligned(s) for s in sorted({0, cursor, *(b for _, b in live.values())})]
+        onward = [s for s in spots if s >= cursor] + spots
+        start = next(filter(free, onward), 0)  # 0 when fragmented: memory.plan found that the sum fits; share and wait
+        self.cursor[region], self.addresses[storage.key] = start + size, start
         live[storage.key] = (start, start + size)
         return start
 

@@ -42,7 +42,7 @@ class Storage:
     buffer: MemoryRegion
     name: str
     where: Where | None
-    address: tuple[int, int] | None = None
+    address: Any = None  # (partition, byte)
     constant: np.ndarray | None = None
     first: int | None = None
     last: int | None = None
@@ -50,8 +50,8 @@ class Storage:
     aliases: "list[Storage]" = field(default_factory=list)  # explicitly placed storages that share bytes with this one
 
     def __post_init__(self) -> None:
-        row = self.shape[1:] if self.buffer.on_chip else self.shape[-1:]
-        self.pitch = prod(row) * self.dtype.itemsize  # bytes of a partition on chip, of a last-dimension row in HBM
+        # bytes of a partition on chip, of a row along the last dimension in HBM
+        self.pitch = prod(self.shape[1:] if self.buffer.on_chip else self.shape[-1:]) * self.dtype.itemsize
         self.nbytes = prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -66,10 +66,9 @@ class VirtualRegister:
         self.number = number
 
     def _no(self, *_: object) -> NoReturn:
+        why = "device-value: a register's value is unknown while tracing: Python cannot branch on, convert or compute with it"
         raise TypeError(
-            "device-value: a register's value is not known while the kernel is traced: Python cannot branch on it, convert it "
-            "or compute with it (only 0.7 traces arithmetic). Use nl.fori_loop or nl.while_loop, pass it as a scalar_offset, "
-            "or compute in SBUF and nisa.register_load the result"
+            f"{why}. Use nl.fori_loop, a scalar_offset, or compute in SBUF and nisa.register_load the result"
         )
 
     __bool__ = __int__ = __index__ = __float__ = __iter__ = __len__ = _no
@@ -105,7 +104,8 @@ class NkiTensor:
     def __init__(
         self, storage: Storage, shape: Any, strides: Any, offset: int, dtype: DType, index: Indirect | None
     ) -> None:
-        self.storage, self.offset, self.dtype, self.indirect_index = storage, offset, dtype, index
+        self.storage, self.offset, self.dtype = storage, offset, dtype
+        self.indirect_index: Any = index
         self.shape, self.strides = tuple(shape), tuple(strides)
 
     # -- what it is ---------------------------------------------------------------------------------------------------
@@ -191,15 +191,19 @@ class NkiTensor:
                     view = view.slice(dim, start or 0, n if stop is None else stop, k.step or 1)
                 dim += 1
             elif isinstance(k, DynamicSlice):
-                known = not isinstance(k.start, (VirtualRegister, NkiTensor))
-                view = view.slice(dim, k.start, k.start + k.size) if known else view._dynamic(dim, k.start, k.size)
-                dim += 1
+                view, dim = view._from(dim, k.start, k.size), dim + 1
             else:
                 known = not isinstance(k, (VirtualRegister, NkiTensor))
-                at = int(k) + n * (int(k) < 0) if known else 0
-                view = view.slice(dim, at, at + 1) if known else view._dynamic(dim, k, 1)
-                view, dim = view._drop(dim)
+                view, dim = view._from(dim, k % n if known and -n <= k < n else k, 1)._drop(dim)
         return view
+
+    def _from(self, dim: int, start: Any, size: int) -> "NkiTensor":
+        """`size` elements from a number, or from one that the device knows."""
+        if not isinstance(start, (VirtualRegister, NkiTensor)):
+            return self.slice(dim, start, start + size)
+        need(self.indirect_index is None, "view", "{} is already indirect; one run-time address per view", self)
+        index = Indirect("scalar", start, self.strides[dim], dim)
+        return self._replace(dim, (size,), (self.strides[dim],), index=index)
 
     def _drop(self, dim: int) -> "tuple[NkiTensor, int]":
         """Without a dimension of size 1, unless it must stay, and the next dimension to index."""
@@ -217,14 +221,8 @@ class NkiTensor:
 
     def select(self, dim: int, index: Any) -> "NkiTensor":
         """One element along a dimension, which disappears; the index may be on the device."""
-        known = isinstance(index, int)
-        dim = self._dim(dim, free=not known)
-        return (self.slice(dim, index, index + 1) if known else self._dynamic(dim, index, 1))._drop(dim)[0]
-
-    def _dynamic(self, dim: int, start: Any, size: int) -> "NkiTensor":
-        need(self.indirect_index is None, "view", "{} is already indirect; one run-time address per view", self)
-        index = Indirect("scalar", start, self.strides[dim], dim)
-        return self._replace(dim, (size,), (self.strides[dim],), index=index)
+        dim = self._dim(dim, free=not isinstance(index, int))
+        return self._from(dim, index, 1)._drop(dim)[0]
 
     def vector_select(self, dim: int, vector_offset: "NkiTensor") -> "NkiTensor":
         """Row index[p] of dimension 0 for each partition p."""
@@ -363,21 +361,10 @@ def _fill(shape: Sequence[int], size: int) -> tuple[int, ...]:
     return tuple(new)
 
 
-def _reshape_strides(shape: Sequence[int], strides: Sequence[int], new: Sequence[int]) -> list[int] | None:
-    """Strides of `new` over the same elements, or None when they do not exist (as numpy's reshape without a copy)."""
-    merged: list[list[int]] = []  # runs of dimensions that lie end to end: [elements, stride of the last]
-    for n, s in zip(shape, strides, strict=True):
-        if n > 1 and merged and merged[-1][1] == n * s:
-            merged[-1] = [merged[-1][0] * n, s]
-        elif n > 1:
-            merged.append([n, s])
-    result: list[int] = []
-    left, step = merged.pop() if merged else (1, 1)
-    for n in reversed(new):
-        if left == 1 and n > 1:
-            left, step = merged.pop()
-        if left % n:
-            return None
-        result.append(step)
-        left, step = left // n, step * n
-    return result[::-1]
+def _reshape_strides(shape: Sequence[int], strides: Sequence[int], new: Sequence[int]) -> tuple[int, ...] | None:
+    """Strides of `new` over the same elements, or None when they do not exist: numpy's answer for bytes nobody touches."""
+    bytes_ = np.lib.stride_tricks.as_strided(np.empty(1, np.int8), shape, strides)
+    try:
+        return bytes_.reshape(new, copy=False).strides
+    except ValueError:
+        return None

@@ -21,7 +21,6 @@ SKIP = oob_mode.skip
 
 def _need_index(view: NkiTensor) -> None:
     """A vector_offset is one integer for each row, in SBUF."""
-    assert view.indirect_index is not None
     i = view.indirect_index.source
     good = isinstance(i, NkiTensor) and i.buffer in SBUF and (i.shape[0], i.free_size) == (view.shape[0], 1)
     good = good and i.dtype in ("int32", "uint32")
@@ -30,7 +29,6 @@ def _need_index(view: NkiTensor) -> None:
 
 def _index(machine: Machine, view: NkiTensor) -> Array:
     """The row numbers of an indirect view, column after column."""
-    assert view.indirect_index is not None and isinstance(view.indirect_index.source, NkiTensor)
     index = machine.read(view.indirect_index.source)
     return index.reshape(index.shape[0], -1).T.reshape(-1)[: view.shape[0]]
 
@@ -96,7 +94,7 @@ def dma_compute(a: Args) -> Compute:
 
     def execute(machine: Machine) -> None:
         total: Array = np.zeros((), np.float32)
-        rows = None
+        rows: Any = None
         for src in a.srcs:
             if src.by_row:
                 index = _index(machine, src)
@@ -110,7 +108,6 @@ def dma_compute(a: Args) -> Compute:
                 values = machine.read(src)
             total = total + f32(values).reshape(dst.shape)
         if dst.by_row:
-            assert rows is not None
             machine.scatter(dst, rows, total)
         elif rows is not None:
             _write_rows(machine, dst, total.reshape(rows.address.shape), rows)

@@ -54,9 +54,9 @@ def nc_matmul(a: Args) -> Compute:
     need(a.dst.dtype in kept, "dtype", "dst must be {} (a transpose keeps its dtype); got {}", " or ".join(kept), a.dst)
     _one_bank(a.dst)
     trace, key = tracer(), a.dst.storage.key
-    undecided = a.accumulate is None and trace.home.get(key) is not trace.blocks[-1] and key not in trace.matmul_base
-    fix = "whether a pass overwrites or adds is not known at compile time; pass accumulate= or allocate it inside"
-    need(not (undecided and trace.depth), "accumulate", "{} is from outside this dynamic loop: {}", a.dst.storage, fix)
+    outside = trace.blocks[1:] and trace.home.get(key) is not trace.blocks[-1] and key not in trace.matmul_base
+    fix = "overwrite or add is not known at compile time; pass accumulate= or allocate it inside"
+    need(not (outside and a.accumulate is None), "accumulate", "{} is from outside this loop: {}", a.dst.storage, fix)
     trace.matmul_base.add(key)
     return _matmul
 
@@ -79,7 +79,6 @@ def _matmul(machine: Machine) -> None:
     offset = machine.locate(a.dst)
     if a.accumulate is not False and offset is not None and not a.is_transpose:
         cell = machine.cell(a.dst.storage)
-        assert cell.base is not None
         base: np.ndarray = cell.over(cell.base, a.dst, offset)
         if a.accumulate and not base.all():
             refuse("accumulate", f"adds to {a.dst.storage} where no matmul wrote (memset is no base); start with False")

@@ -62,30 +62,22 @@ def need_ints(op: Op, *views: NkiTensor) -> None:
 
 def fold(op: Op, x: Array) -> Array:
     """Reduce the free axes: [P]."""
-    assert op.alu is not None
     return op.alu.reduce(line(x), axis=1) if isinstance(op.alu, np.ufunc) else reduce(op.alu, line(x).T)
 
 
-def registers(machine: Machine, op: Op, cmd: reduce_cmd, init: Any) -> Array:
-    """The engine's reduce registers for the lanes of dst, reset or loaded as `cmd` says."""
-    dst, empty = machine.instr.writes[0], np.full(PARTITIONS, np.nan, np.float32)
-    lanes = machine.accumulators.setdefault((machine.core, machine.instr.engine), empty)
-    lanes = lanes[dst.partition : dst.partition + dst.shape[0]]
-    if cmd in (reduce_cmd.reset, reduce_cmd.reset_reduce):
-        lanes[:] = op.identity
-    elif cmd is reduce_cmd.load_reduce:
-        lanes[:] = line(f32(machine.read(init)))[:, 0] if isinstance(init, NkiTensor) else init
-    return lanes
-
-
 def reducing(a: Args, op: Op, cmd: reduce_cmd, body: Callable[..., Array]) -> Callable[[Machine], None]:
-    """dst = body(arrays read), also folded into the reduce registers and read out to reduce_res."""
+    """dst = body(arrays read), also folded into the engine's reduce registers, one a lane, and read out to reduce_res."""
 
     def execute(machine: Machine) -> None:
-        init = getattr(a, "reduce_init", None)
+        init, empty = getattr(a, "reduce_init", None), np.full(PARTITIONS, np.nan, np.float32)
         values = body(*[machine.read(v) for v in machine.instr.reads if v is not init])
         machine.write(a.dst, values)
-        lanes = registers(machine, op, cmd, init)
+        lanes = machine.accumulators.setdefault((machine.core, machine.instr.engine), empty)
+        lanes = lanes[a.dst.partition : a.dst.partition + a.dst.shape[0]]
+        if cmd in (reduce_cmd.reset, reduce_cmd.reset_reduce):
+            lanes[:] = op.identity
+        elif cmd is reduce_cmd.load_reduce:
+            lanes[:] = line(f32(machine.read(init)))[:, 0] if isinstance(init, NkiTensor) else init
         if cmd not in (reduce_cmd.idle, reduce_cmd.reset):
             lanes[:] = alu(op, lanes, fold(op, f32(values)))
         if a.reduce_res is not None:
@@ -120,8 +112,7 @@ def tensor_copy(a: Args) -> Compute:
 @instruction("VG", dst=OUT, value=REQUIRED, engine=Engine.unknown)
 def memset(a: Args) -> Compute:
     """Fill with a constant of the tile's kind."""
-    exact = a.dst.dtype not in INTS or float(a.value).is_integer()
-    need(exact, "dtype", "{!r} is no value of {}", a.value, a.dst.dtype)
+    need(a.dst.dtype not in INTS or float(a.value).is_integer(), "dtype", "{!r} is no {}", a.value, a.dst.dtype)
     constant = cast(np.asarray(a.value), NUMPY[a.dst.dtype])
     return lambda: constant
 
