@@ -16,7 +16,7 @@ from torch import Tensor
 
 __all__ = ["backward_data", "backward_weights", "forward", "saved_shape"]
 
-_CHUNK = 1024  # rows widened at a time
+_CHUNK = 256  # rows widened at a time
 
 
 def saved_shape(rows: int, experts: int, hidden: int) -> tuple[int, ...]:
