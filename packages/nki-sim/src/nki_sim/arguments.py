@@ -13,8 +13,7 @@ from nki_sim.tensor import NkiTensor
 
 def is_array(value: Any) -> bool:
     """Whether an argument becomes a tensor: it has a shape and a dtype."""
-    known = isinstance(value, (NkiTensor, np.generic, type))
-    return not known and hasattr(value, "shape") and hasattr(value, "dtype")
+    return not isinstance(value, (NkiTensor, np.generic, type)) and hasattr(value, "shape") and hasattr(value, "dtype")
 
 
 def is_torch(value: Any) -> bool:

@@ -14,6 +14,7 @@ from nki_sim.program import Instr
 from nki_sim.tensor import MemoryRegion, NkiTensor
 
 GPSIMD_OWN = ("iota", "affine_select", "nc_n_gather", "nonzero_with_count", "tensor_partition_reduce")
+REDUCING = ("activation", "activation_reduce", "tensor_scalar_reduce")
 HALF = ("bfloat16", "float16")
 SBUF, PSUM = MemoryRegion.sbuf, MemoryRegion.psum
 
@@ -80,10 +81,6 @@ def _gather(m: Model, i: Instr, n: float) -> float:
     return m.gpsimd_start + n * min(4 / size, e) * 4 * e / (28 + 4 * e)
 
 
-def _reducing(m: Model, i: Instr, n: float) -> float:
-    return max(n, m.min_cycles) + m.min_cycles * (i.args["reduce_res"] is not None)
-
-
 # Cycles of the engine for n elements per partition, at least MIN_II; [C] but for the Vector Engine's modes. Others: n.
 CYCLES: dict[str, Callable[[Model, Instr, float], float]] = {
     "tensor_copy": _streamed,
@@ -96,22 +93,20 @@ CYCLES: dict[str, Callable[[Model, Instr, float], float]] = {
     "reciprocal": lambda m, i, n: 8 * n,
     "tensor_tensor_scan": lambda m, i, n: 2 * n,
     "bn_aggr": lambda m, i, n: 13 * n / 3,
-    **dict.fromkeys(("activation", "activation_reduce", "tensor_scalar_reduce"), _reducing),
+    **dict.fromkeys(REDUCING, lambda m, i, n: max(n, m.min_cycles) + m.min_cycles * (i.args["reduce_res"] is not None)),
+    **dict.fromkeys(GPSIMD_OWN, lambda m, i, n: m.gpsimd_start + n),
     "local_gather": _gather,
 }
 
 
 def cost(i: Instr, m: Model) -> Cost:
     """The modelled cost of one instruction."""
-    if i.op == "core_barrier":
-        return Cost(m.barrier_ns)
+    if i.op == "core_barrier" or i.engine == "sync":
+        return Cost(m.barrier_ns if i.op == "core_barrier" else m.min_cycles / GHZ["sync"])
     if i.engine in ("dma", "tensor"):
         return _dma(i, m) if i.engine == "dma" else _tensor(i, m)
-    if i.engine == "sync":
-        return Cost(m.min_cycles / GHZ["sync"])
     n = max(v.free_size for v in (*i.reads, *i.writes))
-    other = n + m.gpsimd_start if i.op in GPSIMD_OWN else n
-    cycles = CYCLES[i.op](m, i, n) if i.op in CYCLES else other
+    cycles = CYCLES[i.op](m, i, n) if i.op in CYCLES else n
     least = m.dynamic_cycles if any(v.is_indirect() for v in (*i.reads, *i.writes)) else m.min_cycles
     return Cost(max(least, cycles) / GHZ[i.engine])
 

@@ -25,8 +25,7 @@ def install(compat: str | None = None) -> None:
     if sys.modules.get("nki.isa") is not isa and _real_nki():
         raise RuntimeError("a real nki.isa can be imported here, which an alias would hide; use nki_sim itself")
     uninstall()
-    top = _module("nki", jit=kernel.jit, simulate=kernel.simulate, language=language, isa=isa)
-    top.__path__ = []
+    top = _module("nki", jit=kernel.jit, simulate=kernel.simulate, language=language, isa=isa, __path__=[])
     modules: dict[str, ModuleType] = {"nki": top, "nki.language": language, "nki.isa": isa}
     if compat == "0.3":
         errors.compat = compat

@@ -8,7 +8,7 @@ import inspect
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,9 +20,6 @@ from nki_sim.machine import ORDERS, Machine, holes
 from nki_sim.memory import Usage, plan
 from nki_sim.program import CoreProgram, Instr, Tracer, active, tracing
 from nki_sim.tensor import MemoryRegion, NkiTensor
-
-if TYPE_CHECKING:
-    from nki_sim.schedule import Recorder
 
 TARGETS = ("trn2", "gen3")
 
@@ -60,9 +57,7 @@ class Kernel:
         lists = [n for n, v in bound.arguments.items() if isinstance(v, list)]
         if (only or lists) and not errors.compat:
             refuse(
-                "signature",
-                f"NKI kernels take no keyword-only parameters {only}, no lists {lists} (but tuples)",
-                self.where,
+                "signature", f"NKI takes no keyword-only parameters {only} nor lists {lists} (use tuples)", self.where
             )
         return bound
 
@@ -113,10 +108,8 @@ class Program:
         """Run the recorded program on arrays of the shapes and dtypes it was specialised for."""
         return self.execute(args, kwargs, order)
 
-    def execute(
-        self, args: tuple, kwargs: dict[str, Any], order: str = "core0", observe: "Recorder | None" = None
-    ) -> Run:
-        """run, with an observer of every instruction."""
+    def execute(self, args: tuple, kwargs: dict[str, Any], order: str = "core0", observe: Any = None) -> Run:
+        """run, with an observer of every instruction (a schedule.Recorder)."""
         bound = self.kernel.bind(args, kwargs)
         found = describe(bound)
         if found != self.signature:

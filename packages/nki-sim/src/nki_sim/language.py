@@ -1,6 +1,5 @@
 """nki.language: tensors, memories, dtypes, operators, the grid and loops on the device."""
 
-import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -9,7 +8,7 @@ import numpy as np
 
 from nki_sim import dtypes, errors, limits
 from nki_sim.dtypes import NUMPY, DType, as_dtype
-from nki_sim.errors import refuse, unsupported
+from nki_sim.errors import need, unsupported
 from nki_sim.memory import CAPACITY, check_address
 from nki_sim.ops import OPS
 from nki_sim.program import tracer
@@ -30,9 +29,8 @@ class NKIObject:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name in inspect.get_annotations(cls) if errors.compat else ():  # NKI 0.3 did not ask for every field
-            if not hasattr(cls, name):
-                setattr(cls, name, None)
+        for name in set(vars(cls).get("__annotations__", ())) - set(dir(cls)) if errors.compat else ():
+            setattr(cls, name, None)  # NKI 0.3 did not ask for every field
 
     def __init__(self, **kwargs: Any) -> None:
         self.__dict__.update(kwargs)
@@ -57,10 +55,9 @@ def ndarray(shape: Any, dtype: Any, buffer: MemoryRegion = sbuf, name: str = "",
         raise TypeError(f"{what}: the buffer is one of nl.sbuf, nl.psum, nl.hbm, nl.shared_hbm")
     if not sizes or min(sizes) < 1:
         raise ValueError(f"shape: {what} is empty; every dimension is at least 1")
-    if buffer.on_chip and len(sizes) < 2:
-        refuse("shape", f"{what}: on chip there is a free dimension as well; use (n, 1) or (1, n)")
-    if buffer.on_chip and sizes[0] > limits.PARTITIONS:
-        refuse("partitions", f"{what}: {sizes[0]} partitions of {limits.PARTITIONS}; split dimension 0 into tiles")
+    need(not buffer.on_chip or len(sizes) > 1, "shape", "{}: on chip there is a free dimension as well", what)
+    fits = not buffer.on_chip or sizes[0] <= limits.PARTITIONS
+    need(fits, "partitions", "{}: {} partitions of {}; split dimension 0", what, sizes[0], limits.PARTITIONS)
     if address is not None and not buffer.on_chip:
         raise ValueError(f"address: {what}: only SBUF and PSUM tensors can be placed")
     place = tuple(address) if address is not None else None
@@ -128,8 +125,7 @@ def program_ndim() -> int:
 
 
 def _bounds(lower: Any, upper: Any, step: Any) -> None:
-    if not isinstance(step, int) or step < 1:
-        refuse("loop", f"the step of a device loop is a positive compile-time integer; got {step!r}")
+    need(isinstance(step, int) and step > 0, "loop", "a step is a positive compile-time integer; got {!r}", step)
     if not all(isinstance(b, (int, VirtualRegister)) for b in (lower, upper)):
         raise TypeError(f"loop bounds are integers or registers (nisa.register_load); got {lower!r}, {upper!r}")
 
@@ -138,8 +134,7 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable[[VirtualRegister], Any]
     """A loop on the device: body_fun(i) is traced once, with the counter in a register."""
     _bounds(lower, upper, step)
     with tracer().loop(lower=lower, upper=upper, step=step) as loop:
-        if body_fun(loop.counter) is not None:
-            refuse("loop", "a fori_loop body returns nothing; carried state goes through SBUF or HBM")
+        need(body_fun(loop.counter) is None, "loop", "a fori_loop body returns nothing; carry state in SBUF or HBM")
 
 
 def while_loop(init: VirtualRegister, body_fun: Callable[[VirtualRegister], VirtualRegister]) -> None:
@@ -148,8 +143,8 @@ def while_loop(init: VirtualRegister, body_fun: Callable[[VirtualRegister], Virt
         raise TypeError(f"while_loop: init is a register; got {init!r}")
     with tracer().loop(condition=init) as loop:
         loop.result = body_fun(loop.counter)
-        if not isinstance(loop.result, VirtualRegister):
-            refuse("loop", f"a while_loop body returns the next condition register; got {loop.result!r}")
+        good = isinstance(loop.result, VirtualRegister)
+        need(good, "loop", "a while_loop body returns the next condition register; got {!r}", loop.result)
 
 
 def dynamic_range(start: Any, stop: Any = None, step: int = 1) -> Iterator[VirtualRegister]:

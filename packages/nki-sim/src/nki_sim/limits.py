@@ -22,6 +22,4 @@ DMA_BYTES_PER_NS = 23.0  # [D] per engine
 
 def start_partitions(partitions: int) -> tuple[int, ...]:
     """Where a tile of so many partitions may begin for a compute engine [A]."""
-    if partitions > 64:
-        return (0,)
-    return (0, 64) if partitions > 32 else (0, 32, 64, 96)
+    return (0,) if partitions > 64 else (0, 64) if partitions > 32 else (0, 32, 64, 96)

@@ -5,7 +5,7 @@ Cores are generators that stop where they meet (core_barrier, sendrecv), so an o
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,9 +13,6 @@ from nki_sim.dtypes import NUMPY, cast
 from nki_sim.errors import NkiError, Where, doing, refuse
 from nki_sim.program import Block, CoreProgram, Instr, Loop
 from nki_sim.tensor import MemoryRegion, NkiTensor, Storage, VirtualRegister
-
-if TYPE_CHECKING:
-    from nki_sim.schedule import Recorder
 
 ORDERS = ("core0", "core1", "alternate")
 MEETINGS = ("core_barrier", "sendrecv")
@@ -37,8 +34,8 @@ class Cell:
     def __init__(self, storage: Storage, data: Array | None) -> None:
         self.storage, self.unit = storage, storage.unit
         units = storage.nbytes // self.unit
-        empty = np.full(0 if data is not None else storage.nbytes, 0xFF, np.uint8)  # NaN, or an index far outside
-        self.data = empty if data is None else data
+        # 0xFF: NaN, or an index far outside
+        self.data = np.full(storage.nbytes, 0xFF, np.uint8) if data is None else data
         self.written = np.zeros(units, bool) if data is None else None
         self.base: Any = np.zeros(units, bool) if storage.buffer is MemoryRegion.psum else None  # where matmuls wrote
         self.clobbered: tuple[Storage, Where | None] | None = None
@@ -77,7 +74,7 @@ class Cell:
 class Machine:
     """Executes the programs of one or two cores. `observe` sees each instruction after it ran."""
 
-    def __init__(self, cores: list[CoreProgram], inputs: list[Array], observe: "Recorder | None" = None) -> None:
+    def __init__(self, cores: list[CoreProgram], inputs: list[Array], observe: Any = None) -> None:
         self.cores, self.observe, self.core = cores, observe, 0
         self.instr = Instr("", "", {}, (), (), None, None)  # being executed
         self.cells: dict[tuple[int | str, int], Cell] = {}

@@ -45,9 +45,11 @@ def check_address(storage: Storage) -> None:
     part, byte = storage.address or (0, 0)
     size = SBUF_BYTES if storage.buffer is MemoryRegion.sbuf else CAPACITY[MemoryRegion.psum]
     if not (0 <= part <= PARTITIONS - storage.shape[0] and 0 <= byte <= size - storage.pitch):
-        found = f"{storage} of {storage.pitch} bytes per partition at (partition {part}, byte {byte})"
-        rule = "capacity" if storage.address is None else "address"
-        refuse(rule, f"{found} leaves {storage.buffer.value}, {PARTITIONS} x {size}")
+        found = f"{storage} of {storage.pitch} bytes per partition at {(part, byte)}"
+        refuse(
+            "address" if storage.address else "capacity",
+            f"{found} leaves {storage.buffer.value}, {PARTITIONS} x {size}",
+        )
 
 
 def _peak(block: Block, region: MemoryRegion) -> tuple[list[Storage], int]:

@@ -148,9 +148,7 @@ class Tracer:
         """Record what happens inside once, as a loop's body."""
         loop = Loop(self.register(), Block(), kernel_line(), **bounds)
         if len(self.blocks) > REGISTERS:
-            refuse(
-                "registers", f"loops nested {len(self.blocks)} deep need more than an engine's {REGISTERS} registers"
-            )
+            refuse("registers", f"loops nested {len(self.blocks)} deep; an engine has {REGISTERS} registers")
         self.blocks.append(loop.body)
         try:
             yield loop

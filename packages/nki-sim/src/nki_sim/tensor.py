@@ -50,8 +50,8 @@ class Storage:
     aliases: "list[Storage]" = field(default_factory=list)  # explicitly placed storages that share bytes with this one
 
     def __post_init__(self) -> None:
-        row = self.shape[1:] if self.buffer.on_chip else self.shape[-1:]
-        self.pitch = prod(row) * self.dtype.itemsize  # bytes of a partition on chip, of a last-dimension row in HBM
+        # bytes of a partition on chip, of a row along the last dimension in HBM
+        self.pitch = prod(self.shape[1:] if self.buffer.on_chip else self.shape[-1:]) * self.dtype.itemsize
         self.nbytes = prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -66,10 +66,9 @@ class VirtualRegister:
         self.number = number
 
     def _no(self, *_: object) -> NoReturn:
+        why = "device-value: a register's value is unknown while tracing: Python cannot branch on, convert or compute with it"
         raise TypeError(
-            "device-value: a register's value is not known while the kernel is traced: Python cannot branch on it, convert it "
-            "or compute with it (only 0.7 traces arithmetic). Use nl.fori_loop or nl.while_loop, pass it as a scalar_offset, "
-            "or compute in SBUF and nisa.register_load the result"
+            f"{why}. Use nl.fori_loop, a scalar_offset, or compute in SBUF and nisa.register_load the result"
         )
 
     __bool__ = __int__ = __index__ = __float__ = __iter__ = __len__ = _no

@@ -54,15 +54,9 @@ def nc_matmul(a: Args) -> Compute:
     need(a.dst.dtype in kept, "dtype", "dst must be {} (a transpose keeps its dtype); got {}", " or ".join(kept), a.dst)
     _one_bank(a.dst)
     trace, key = tracer(), a.dst.storage.key
-    undecided = a.accumulate is None and trace.home.get(key) is not trace.blocks[-1] and key not in trace.matmul_base
-    fix = "whether a pass overwrites or adds is not known at compile time; pass accumulate= or allocate it inside"
-    need(
-        not (undecided and trace.blocks[1:]),
-        "accumulate",
-        "{} is from outside this dynamic loop: {}",
-        a.dst.storage,
-        fix,
-    )
+    outside = trace.blocks[1:] and trace.home.get(key) is not trace.blocks[-1] and key not in trace.matmul_base
+    fix = "overwrite or add is not known at compile time; pass accumulate= or allocate it inside"
+    need(not (outside and a.accumulate is None), "accumulate", "{} is from outside this loop: {}", a.dst.storage, fix)
     trace.matmul_base.add(key)
     return _matmul
 

@@ -112,8 +112,7 @@ def tensor_copy(a: Args) -> Compute:
 @instruction("VG", dst=OUT, value=REQUIRED, engine=Engine.unknown)
 def memset(a: Args) -> Compute:
     """Fill with a constant of the tile's kind."""
-    exact = a.dst.dtype not in INTS or float(a.value).is_integer()
-    need(exact, "dtype", "{!r} is no value of {}", a.value, a.dst.dtype)
+    need(a.dst.dtype not in INTS or float(a.value).is_integer(), "dtype", "{!r} is no {}", a.value, a.dst.dtype)
     constant = cast(np.asarray(a.value), NUMPY[a.dst.dtype])
     return lambda: constant
 

@@ -1,0 +1,359 @@
+"""The operations of a Qwen3 as TorchTitan 0.3.0 runs it eagerly, with the bytes of every tensor of one core: input to `tape`.
+
+Symbols (all per core, after the plan's division):
+    S  positions of a sequence            B  sequences of a micro-batch         V  vocabulary       L  layers
+    T  B*S/cp, tokens                     t  T/tp with sequence parallel, tokens between blocks
+    D  hidden size                        K  head dim       H  query heads/tp   G  KV heads/tp
+    F  MLP hidden size/tp                 E  experts        k  experts a token  M  expert hidden size (/tp without ep)
+    m  tokens that a core routes          N  m*k, their copies                  R  rows that a core's experts get
+    a  bytes of a computed element        c  bytes of an expert's computed element
+"""
+
+from dataclasses import dataclass, replace
+
+from neuron_parallel.plan import ParallelPlan, Training
+from neuron_parallel.quantity import ZERO, Quantity
+from neuron_parallel.shape import ModelShape
+from neuron_parallel.tape import Op, Sizes
+
+__all__ = ["Symbols", "before_head", "block", "embedding", "head_and_loss"]
+
+
+@dataclass(frozen=True)
+class Symbols:
+    """The letters above, with their values."""
+
+    B: Quantity
+    S: Quantity
+    T: Quantity
+    t: Quantity
+    D: Quantity
+    K: Quantity
+    H: Quantity
+    G: Quantity
+    F: Quantity
+    E: Quantity
+    k: Quantity
+    M: Quantity
+    m: Quantity
+    N: Quantity
+    R: Quantity
+    V: Quantity
+    a: Quantity
+    c: Quantity
+    """Letters, see above."""
+    cp: int
+    tp: int
+    ep: int
+    split: bool
+    """Activations between blocks are split by tp (sequence parallel)."""
+
+    @classmethod
+    def of(cls, plan: ParallelPlan, shape: ModelShape, training: Training) -> "Symbols":
+        """`plan` resolved."""
+        q = Quantity
+        tokens = plan.micro_batch * plan.seq_len // plan.cp
+        between = -(-tokens // plan.tp) if plan.sequence_parallel else tokens
+        routed = -(-tokens // plan.tp) if plan.ep > 1 else tokens
+        copies = routed * shape.num_experts_per_tok
+        rows, text = float(copies), "N"
+        if shape.num_experts and training.dispatcher == "padded":
+            local = shape.num_experts // plan.ep
+            each = -(-int(training.capacity_factor * copies * plan.ep) // (shape.num_experts * 128)) * 128
+            rows, text = float(local * each), f"E/ep*{each}"
+        elif shape.num_experts and plan.ep > 1 and training.imbalance != 1:
+            rows, text = float(int(copies * training.imbalance)), f"N*{training.imbalance}"
+        tp_experts = 1 if plan.ep > 1 else plan.tp
+        return cls(
+            B=q(plan.micro_batch, "B"),
+            S=q(plan.seq_len, "S"),
+            T=q(tokens, "T"),
+            t=q(between, "t"),
+            D=q(shape.hidden_size, "D"),
+            K=q(shape.head_dim, "K"),
+            H=q(shape.num_attention_heads // plan.tp, "H"),
+            G=q(shape.num_key_value_heads // plan.tp, "G"),
+            F=q(-(-shape.intermediate_size // plan.tp), "F"),
+            E=q(shape.num_experts, "E"),
+            k=q(shape.num_experts_per_tok, "k"),
+            M=q(-(-shape.moe_intermediate_size // tp_experts), "M"),
+            m=q(routed, "m"),
+            N=q(copies, "N"),
+            R=q(rows, text),
+            V=q(-(-shape.vocab_size // plan.tp), "V"),
+            a=q(training.compute_bytes, "a"),
+            c=q(training.expert_bytes, "c"),
+            cp=plan.cp,
+            tp=plan.tp,
+            ep=plan.ep,
+            split=plan.sequence_parallel and plan.tp > 1,
+        )
+
+
+def block(s: Symbols, training: Training, moe: bool) -> list[Op]:
+    """One decoder layer, from "x" to "y"."""
+    return [*_attention(s, training), *(_experts(s, training) if moe else _mlp(s))]
+
+
+def _norm(name: str, source: str, out: str, rows: Quantity, width: Quantity, s: Symbols) -> Op:
+    """RMSNorm as torch composes it where no fused kernel exists: x, 1/rms and x/rms in float32 are kept."""
+    size = rows * width
+    keeps = (source,) if s.a.value == 4 else ()
+    new: Sizes = {f"{out}: x in fp32": size * 4} if s.a.value == 2 else {}
+    new |= {f"{out}: 1/rms": rows * 4, f"{out}: x/rms": size * 4}
+    # forward: x*x, then x/rms*weight in fp32; backward: products of the gradient with weight, x and 1/rms
+    fp32 = size * 4
+    return Op(
+        name,
+        (source,),
+        {out: size * s.a},
+        keeps,
+        new,
+        weight=width * s.a,
+        scratch=fp32 if s.a.value == 2 else ZERO,
+        scratch_backward=2 * fp32,
+    )
+
+
+def _gather(source: str, out: str, s: Symbols) -> list[Op]:
+    """All-gather of the sequence over tp; nothing without sequence parallel."""
+    return [Op(f"all-gather {out}", (source,), {out: s.T * s.D * s.a})] if s.split else []
+
+
+def _reduce(source: str, out: str, s: Symbols) -> list[Op]:
+    """Sum over tp: reduce-scatter to the rank's tokens, or all-reduce."""
+    if s.tp == 1:
+        return []
+    return [Op(f"reduce {out}", (source,), {out: s.t * s.D * s.a})]
+
+
+def _attention(s: Symbols, training: Training) -> list[Op]:
+    T, D, K, H, G, a = s.T, s.D, s.K, s.H, s.G, s.a
+    x = "gathered x" if s.split else "norm(x)"
+    heads, groups = H * K, G * K
+    keys = (T * s.cp * groups * a) if s.cp > 1 else T * groups * a
+    k, v = ("all k", "all v") if s.cp > 1 else ("rotated k", "v")
+    rope = T * H * K * 4
+    ops = [
+        _norm("attention norm", "x", "norm(x)", s.t, D, s),
+        *_gather("norm(x)", "gathered x", s),
+        Op(
+            "wqkv",
+            (x,),
+            {"qkv": T * (heads + 2 * groups) * a},
+            (x,),
+            weight=(heads + 2 * groups) * D * a,
+            selective=True,
+        ),
+        Op("split", ("qkv",), {"q": T * heads * a, "k": T * groups * a, "v": T * groups * a}),
+        _norm("q norm", "q", "norm(q)", T * H, K, s),
+        _norm("k norm", "k", "norm(k)", T * G, K, s),
+        Op("rope table", (), {"cos, sin": T * 2 * K * 4}),
+        Op(
+            "rope q",
+            ("norm(q)",),
+            {"rotated q": T * heads * a},
+            ("cos, sin",),
+            scratch=3 * rope,
+            scratch_backward=2 * rope,
+        ),
+        Op("rope k", ("norm(k)",), {"rotated k": T * groups * a}, ("cos, sin",)),
+    ]
+    if s.cp > 1:
+        ops += [Op("all-gather k", ("rotated k",), {"all k": keys}), Op("all-gather v", ("v",), {"all v": keys})]
+    ops.append(_kernel(s, training, k, v))
+    ops += [
+        Op("wo", ("attended",), {"projected": T * D * a}, ("attended",), weight=heads * D * a),
+        *_reduce("projected", "reduced", s),
+        Op("residual", ("x", "reduced" if s.tp > 1 else "projected"), {"h": s.t * D * a}, alias=True),
+    ]
+    return ops
+
+
+def _kernel(s: Symbols, training: Training, k: str, v: str) -> Op:
+    T, H, K, S, a = s.T, s.H, s.K, s.S, s.a
+    made: Sizes = {"attended": T * H * K * a}
+    reads = ("rotated q", k, v)
+    if training.attention == "math":
+        # scaled copies of q and of k repeated for each query head, v repeated, the scores and their softmax
+        scores = T * S * H * a
+        repeated = S * s.B * H * K * a
+        new: Sizes = {
+            "scaled q": T * H * K * a,
+            "scaled k": repeated,
+            "repeated v": repeated,
+            "softmax of scores": scores,
+        }
+        return Op("attention", reads, made, (), new, scratch=2 * scores, scratch_backward=2 * scores, part="attention")
+    new = {"log-sum-exp": T * H * 4}
+    if training.attention == "masked":
+        new["mask as added to the scores"] = T * S * a
+    selective = training.selective_keeps_attention
+    return Op("attention", reads, made, (*reads, "attended"), new, part="attention", selective=selective)
+
+
+def _mlp(s: Symbols) -> list[Op]:
+    T, D, F, a = s.T, s.D, s.F, s.a
+    x = "gathered h" if s.split else "norm(h)"
+    wide = T * F * a
+    return [
+        _norm("mlp norm", "h", "norm(h)", s.t, D, s),
+        *_gather("norm(h)", "gathered h", s),
+        Op("w1", (x,), {"w1(h)": wide}, (x,), weight=D * F * a, selective=True),
+        Op("silu", ("w1(h)",), {"silu": wide}, ("w1(h)",)),
+        Op("w3", (x,), {"w3(h)": wide}, (x,), weight=D * F * a),
+        Op("product", ("silu", "w3(h)"), {"product": wide}, ("silu", "w3(h)")),
+        Op("w2", ("product",), {"mlp out": T * D * a}, ("product",), weight=D * F * a, selective=True),
+        *_reduce("mlp out", "reduced mlp out", s),
+        Op("residual 2", ("h", "reduced mlp out" if s.tp > 1 else "mlp out"), {"y": s.t * D * a}, alias=True),
+    ]
+
+
+def _experts(s: Symbols, training: Training) -> list[Op]:
+    """Router, dispatch, grouped products, combine. int64 indices are 8 bytes, routing scores float32."""
+    D, E, N, R, M, m, a, c = s.D, s.E, s.N, s.R, s.M, s.m, s.a, s.c
+    gathers = s.split and s.ep == 1
+    x = "gathered h" if gathers else "norm(h)"
+    scores = m * E * 4
+    exchange = s.ep > 1
+    local_experts = E / s.ep
+    per_matrix = local_experts * M * D
+    rows = R * D * a
+    wide = R * M * c
+    casts = s.a.value != s.c.value
+    # TorchTitan's experts cast their input and weights to BF16; w1's and w3's casts are two tensors, w2's one
+    cast_x: Sizes = {"cast of rows for w1": R * D * c, "cast of w1": per_matrix * c} if casts else {}
+    cast_3: Sizes = {"cast of rows for w3": R * D * c, "cast of w3": per_matrix * c} if casts else {}
+    cast_2: Sizes = {"cast of w2": per_matrix * c} if casts else {}
+    matrix = per_matrix * a
+    ops = [
+        _norm("moe norm", "h", "norm(h)", s.t, D, s),
+        *(_gather("norm(h)", "gathered h", s) if gathers else []),
+        Op(
+            "gate",
+            (x,),
+            {"gate": scores},
+            (x,),
+            {"h in fp32": m * D * 4, "gate weight in fp32": E * D * 4} if s.a.value == 2 else {},
+            weight=E * D * a,
+        ),
+        Op("softmax", ("gate",), {"probabilities": scores}, ("probabilities",)),
+        Op("top-k", (), {"expert ids": m * s.k * 8, "top values": m * s.k * 4}, scratch=m * E, selective=True),
+        Op("chosen weights", ("probabilities",), {"chosen": m * s.k * 4}, ("expert ids",)),
+        Op("normalise", ("chosen",), {"weights": N * 4}, ("chosen",), {"sum of chosen": m * 4}, part="activations"),
+        Op(
+            "sort weights",
+            ("weights",),
+            {"sorted weights": N * 4},
+            (),
+            {"order": N * 8},
+            scratch=N * 8,
+            part="dispatch",
+        ),
+        Op("sort tokens", (x,), {"sorted tokens": N * D * a}, (), {"token of row": N * 8}, part="dispatch"),
+    ]
+    source = "sorted tokens"
+    if exchange:
+        ops += [
+            Op("all-to-all", (source,), {"received": rows}, part="dispatch", selective=True),
+            Op(
+                "order by expert",
+                ("received",),
+                {"rows": rows},
+                (),
+                {"row order": R * 8},
+                scratch=2 * R * 8,
+                part="dispatch",
+            ),
+        ]
+        source = "rows"
+    keeps = () if casts else (source,)
+    ops += [
+        Op("expert w1", (source,), {"expert w1": wide}, keeps, cast_x, weight=matrix),
+        Op("expert silu", ("expert w1",), {"expert silu": wide}, ("expert w1",)),
+        Op("expert w3", (source,), {"expert w3": wide}, keeps, cast_3, weight=matrix),
+        Op("expert product", ("expert silu", "expert w3"), {"expert product": wide}, ("expert silu", "expert w3")),
+        Op("expert w2", ("expert product",), {"expert out": rows}, ("expert product",), cast_2, weight=matrix),
+    ]
+    out = "expert out"
+    if exchange:
+        ops += [
+            Op("order by rank", (out,), {"to send": rows}, ("row order",), part="dispatch"),
+            Op("all-to-all back", ("to send",), {"returned": N * D * a}, part="dispatch", selective=True),
+        ]
+        out = "returned"
+    fp32: Sizes = {"rows in fp32": N * D * 4} if s.a.value == 2 else {}
+    ops += [
+        Op(
+            "weigh",
+            (out, "sorted weights"),
+            {"weighed": N * D * a},
+            ("sorted weights", *(() if s.a.value == 2 else (out,))),
+            fp32,
+            scratch=N * D * 4 if s.a.value == 2 else ZERO,
+            scratch_backward=N * D * 4,
+            part="dispatch",
+        ),
+        Op("add up", ("weighed",), {"moe out": m * D * a}, ("token of row",), scratch=m * D * a, part="dispatch"),
+    ]
+    reduces = s.tp > 1 and s.ep == 1
+    return [
+        *ops,
+        *(_reduce("moe out", "reduced moe out", s) if reduces else []),
+        Op("residual 2", ("h", "reduced moe out" if reduces else "moe out"), {"y": s.t * D * a}, alias=True),
+    ]
+
+
+def embedding(s: Symbols) -> list[Op]:
+    """Look-up; with tp each rank's rows are masked, then summed over ranks."""
+    T, D, a = s.T, s.D, s.a
+    if s.tp == 1:
+        return [Op("embedding", (), {"x": T * D * a}, weight=s.V * D * a)]
+    looked_up = Op(
+        "embedding",
+        (),
+        {"looked up": T * D * a},
+        (),
+        {"ids and rows of this rank": T * (8 + a)},
+        weight=s.V * D * a,
+        scratch=T * D * a,
+    )
+    return [looked_up, *_reduce("looked up", "x", s)]
+
+
+def before_head(s: Symbols, training: Training) -> list[Op]:
+    """Final norm, from the last layer's "y" to the head's input; for a chunked loss also the chunks and their gradients."""
+    D, a = s.D, s.a
+    ops = [_norm("final norm", "y", "norm(y)", s.t, D, s), *_gather("norm(y)", "gathered y", s)]
+    x = "gathered y" if s.split else "norm(y)"
+    if training.loss_chunks > 1:
+        ops.append(Op("chunks", (x,), {"chunks": s.T * D * a}, (x, "chunks"), {"gradients of chunks": s.T * D * 4}))
+    else:
+        ops.append(Op("head input", (x,), keeps=(x,)))
+    return ops
+
+
+def head_and_loss(s: Symbols, training: Training) -> list[Op]:
+    """Head and loss of all tokens, or of one chunk of them."""
+    a = s.a
+    T = s.T / training.loss_chunks
+    logits = T * s.V * 4
+    ops = [Op("head", (), {"logits": T * s.V * a}, weight=s.V * s.D * a, part="logits")]
+    if (
+        training.loss_chunks > 1
+    ):  # the variable that held the last chunk's logits until now, and holds these until the next
+        ops[0] = replace(ops[0], scratch=T * s.V * a, keeps=("logits",))
+    source = "logits"
+    if s.a.value == 2:
+        ops.append(Op("logits to fp32", ("logits",), {"logits in fp32": logits}, part="logits"))
+        source = "logits in fp32"
+    loss: Sizes = {"loss": Quantity(4, "4")}
+    if s.tp > 1:
+        # TorchTitan's vocabulary-parallel loss: shifted logits, their exponentials, and both again backward
+        new: Sizes = {"log-probabilities": logits}
+        return [*ops, Op("loss", (source,), loss, (), new, scratch=logits, scratch_backward=2 * logits, part="logits")]
+    return [
+        *ops,
+        Op("log-softmax", (source,), {"log-probabilities": logits}, ("log-probabilities",), part="logits"),
+        Op("loss", ("log-probabilities",), loss, (), part="logits"),
+    ]

@@ -1,0 +1,206 @@
+"""Which plans work, fit and are fast: ranked, with the reason for each rank.
+
+result = suggest(shape, Cluster(instance("trn2.48xlarge")), fixed={"tp": 4})
+for choice in result.choices[:10]: print(choice)
+result.cut                                     # when nothing fits: the largest part of the model that would
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+
+from neuron_parallel.hardware import Cluster
+from neuron_parallel.memory import Memory, device_allowance, least_bytes, memory
+from neuron_parallel.plan import ParallelPlan, Training, divisors, errors
+from neuron_parallel.roofline import EFFICIENCY, StepTime, step_time
+from neuron_parallel.shape import ModelShape
+
+__all__ = ["FIXABLE", "Choice", "Cut", "Suggestions", "suggest"]
+
+FIXABLE = (
+    "dp_replicate",
+    "dp_shard",
+    "cp",
+    "tp",
+    "pp",
+    "ep",
+    "micro_batch",
+    "seq_len",
+    "global_batch",
+    "sequence_parallel",
+)
+MICRO_BATCHES = (4, 2, 1)
+MODES = ("none", "selective", "full")
+"""Checkpointing, fastest first."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan that works and fits."""
+
+    plan: ParallelPlan
+    training: Training
+    memory: Memory
+    time: StepTime
+    reason: str
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The largest part of a model that fits, by its number of layers, and for experts with all layers."""
+
+    layers: int
+    experts: int | None
+    needed: float
+    """Bytes that the whole model needs at least on a core."""
+
+
+@dataclass(frozen=True)
+class Suggestions:
+    choices: tuple[Choice, ...]
+    considered: int
+    """Valid layouts that were looked at."""
+    cut: Cut | None
+
+
+def suggest(
+    shape: ModelShape,
+    cluster: Cluster,
+    fixed: Mapping[str, int] | None = None,
+    training: Training | None = None,
+    modes: tuple[str, ...] = MODES,
+    efficiency: float = EFFICIENCY,
+    limit: int | None = 50,
+) -> Suggestions:
+    """The layouts of the whole cluster that work and fit, fastest first; of each the fastest micro-batch and checkpointing mode.
+
+    `limit` ends the search after so many (None: all). `fixed` holds fields of ParallelPlan. Without a global batch every rank
+    computes one micro-batch a step, with a pipeline two micro-batches a stage. Raises ValueError for an unknown field.
+    """
+    fixed, training = dict(fixed or {}), training or Training()
+    unknown = sorted(set(fixed) - set(FIXABLE))
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)} cannot be held fixed; known: {', '.join(FIXABLE)}")
+    modes = tuple(mode for mode in MODES if mode in modes)
+    hows = [replace(training, checkpointing=mode) for mode in modes]  # type: ignore[arg-type]
+    room = cluster.hbm_bytes - device_allowance(cluster)
+    # Candidates by estimated time: memory, which costs more to work out, is looked at in that order. More checkpointing is slower.
+    queue: list[tuple[float, int, int, ParallelPlan, StepTime]] = []
+    layouts = 0
+    for layouts, layout in enumerate(_valid(shape, cluster, fixed, training), 1):
+        for plan in _batches(layout, fixed):
+            time = step_time(plan, shape, cluster, hows[0], efficiency)
+            queue.append((-time.tokens_per_second, layouts * 8 + plan.micro_batch, 0, plan, time))
+    heapify(queue)
+    found: dict[int, Choice] = {}
+    while queue and (limit is None or len(found) < limit):
+        _, key, mode, plan, time = heappop(queue)
+        if key // 8 in found:
+            continue
+        how = hows[mode]
+        if least_bytes(plan, shape, how) <= room and (needed := memory(plan, shape, how)).peak.bytes <= room:
+            found[key // 8] = Choice(plan, how, needed, time, _reason(plan, time, found, cluster))
+        elif mode + 1 < len(hows):
+            time = step_time(plan, shape, cluster, hows[mode + 1], efficiency)
+            heappush(queue, (-time.tokens_per_second, key, mode + 1, plan, time))
+    cut = None if found or not layouts else _cut(shape, cluster, fixed, training, room)
+    return Suggestions(tuple(found.values()), layouts, cut)
+
+
+def _batches(layout: ParallelPlan, fixed: Mapping[str, int]) -> Iterator[ParallelPlan]:
+    for size in (fixed["micro_batch"],) if "micro_batch" in fixed else MICRO_BATCHES:
+        plan = _with_batch(replace(layout, micro_batch=size), fixed)
+        if plan.global_batch % (size * plan.dp) == 0:
+            yield plan
+
+
+def _valid(shape: ModelShape, cluster: Cluster, fixed: Mapping[str, int], training: Training) -> Iterator[ParallelPlan]:
+    """Every layout without an error."""
+    cores = cluster.cores
+    other = {
+        name: value for name, value in fixed.items() if name not in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+    }
+
+    def degrees(name: str, of: int) -> tuple[int, ...]:
+        if name in fixed and fixed[name] != -1:
+            return (fixed[name],) if fixed[name] >= 1 and of % fixed[name] == 0 else ()
+        return divisors(of)
+
+    heads = math.gcd(shape.num_attention_heads, shape.num_key_value_heads)
+    for tp in degrees("tp", cores):
+        if heads % tp:
+            continue
+        for pp in degrees("pp", cores // tp):
+            if pp > 1 and (shape.tie_word_embeddings or pp > shape.num_hidden_layers + 2):
+                continue
+            for cp in degrees("cp", cores // (tp * pp)):
+                rest = cores // (tp * pp * cp)
+                for replicas in degrees("dp_replicate", rest):
+                    shard = rest // replicas
+                    if fixed.get("dp_shard", -1) not in (-1, shard):
+                        continue
+                    for ep in (
+                        degrees("ep", math.gcd(shape.num_experts, shard * cp * tp))
+                        if shape.num_experts
+                        else (fixed.get("ep", 1),)
+                    ):
+                        plan = ParallelPlan(
+                            dp_replicate=replicas,
+                            dp_shard=shard,
+                            cp=cp,
+                            tp=tp,
+                            pp=pp,
+                            ep=ep,
+                            **other,  # type: ignore[arg-type]
+                        )
+                        plan = _with_batch(plan, fixed)
+                        if not errors(plan, shape, cluster, training):
+                            yield plan
+
+
+def _with_batch(plan: ParallelPlan, fixed: Mapping[str, int]) -> ParallelPlan:
+    if fixed.get("global_batch", -1) == -1:
+        return replace(plan, global_batch=plan.micro_batch * plan.dp * (2 * plan.pp if plan.pp > 1 else 1))
+    return plan
+
+
+def _reason(plan: ParallelPlan, time: StepTime, before: Mapping[int, Choice], cluster: Cluster) -> str:
+    """What the step's time goes into, and how far it is behind the first."""
+    parts = []
+    strides = plan.strides()
+    for cause, share in list(time.shares().items())[:3]:
+        if share < 0.02:
+            continue
+        axis = {"replicas": "dp_replicate", "fsdp beyond compute": "fsdp"}.get(cause, cause)
+        link = f" over {cluster.group_bandwidth(*strides[axis])[1]}" if axis in strides else ""
+        parts.append(f"{cause} {share:.0%}{link}")
+    first = next(iter(before.values())).time if before else time
+    behind = 1 - time.tokens_per_second / first.tokens_per_second
+    return ", ".join(parts) + (f"; {behind:.0%} behind the first" if behind >= 0.005 else "")
+
+
+def _cut(shape: ModelShape, cluster: Cluster, fixed: Mapping[str, int], training: Training, room: float) -> Cut:
+    """The most layers, and the most experts, with which the most frugal settings fit under some layout."""
+    frugal = replace(training, checkpointing="full")
+    given = {**fixed, "micro_batch": fixed.get("micro_batch", 1)}
+
+    def least(part: ModelShape) -> float:
+        plans = _valid(part, cluster, given, frugal)
+        return min((memory(plan, part, frugal).peak.bytes for plan in plans), default=math.inf)
+
+    def most(sizes: list[ModelShape]) -> int:
+        """How many of `sizes`, ascending, fit."""
+        low, high = 0, len(sizes)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (middle + 1, high) if least(sizes[middle]) <= room else (low, middle)
+        return low
+
+    by_layers = [replace(shape, num_hidden_layers=n, dense_layers=0) for n in range(1, shape.num_hidden_layers)]
+    experts = None
+    if shape.num_experts:
+        numbers = [n for n in divisors(shape.num_experts)[:-1] if n >= shape.num_experts_per_tok]
+        count = most([replace(shape, num_experts=n) for n in numbers])
+        experts = numbers[count - 1] if count else 0
+    return Cut(most(by_layers), experts, least(shape))

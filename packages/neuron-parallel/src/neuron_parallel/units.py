@@ -1,0 +1,94 @@
+"""FSDP's units: the parameters that are gathered, freed and reduced together, and their buffers' sizes.
+
+TorchTitan makes a unit of the embedding, of each layer, and of final norm with head. With expert parallel a layer's experts are a
+part of their own, gathered over other ranks. With tied weights embedding, norm and head are one unit, in which FSDP2 gathers and
+reduces the shared table twice, once for each of its names.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from neuron_parallel.placement import UnitName, parameters, unit_numbers
+from neuron_parallel.plan import ParallelPlan, expert_shard_dim
+from neuron_parallel.quantity import ZERO, Quantity
+from neuron_parallel.shape import ModelShape
+
+__all__ = ["Part", "Unit", "fsdp_unit"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Parameters of a unit that one group of ranks shares. Sizes in elements, gathered ones padded to equal chunks."""
+
+    name: str
+    ranks: int
+    held: int
+    """On this core."""
+    gathered: int
+    last: int
+    """Of the last parameter, gathered."""
+    split: int
+    """Of the parameters that are divided by another dimension than the first, gathered: they are copied once more."""
+    letter: str = "p"
+    """q where a core's share of a reduction is not what it holds of the unit."""
+
+    def full(self, bytes_each: Quantity) -> Quantity:
+        return Quantity(self.gathered, f"P({self.name})") * bytes_each
+
+    def reduced(self, bytes_each: Quantity) -> Quantity:
+        """The core's share of a reduction."""
+        return Quantity(self.held, f"{self.letter}({self.name})") * bytes_each
+
+    def flat(self, bytes_each: Quantity) -> Quantity:
+        """All-gather output before it is copied out to the parameters: only where there is a group."""
+        return self.full(bytes_each) if self.ranks > 1 else ZERO
+
+    def lasts(self, bytes_each: Quantity) -> Quantity:
+        return Quantity(self.last, f"P(last of {self.name})") * bytes_each
+
+    def splits(self, bytes_each: Quantity) -> Quantity:
+        return Quantity(self.split, f"P(split of {self.name})") * bytes_each if self.ranks > 1 and self.split else ZERO
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A unit of FSDP: the dense parameters, and with expert parallel the experts."""
+
+    name: str
+    parts: tuple[Part, ...]
+    owned: int
+    """Elements of its parameters on this core; less than what is reduced where a table has two names."""
+
+    def held(self, bytes_each: Quantity) -> Quantity:
+        return Quantity(self.owned, f"p({self.name})") * bytes_each
+
+    @property
+    def gathered(self) -> int:
+        return sum(part.gathered for part in self.parts)
+
+
+@lru_cache(maxsize=8192)
+def fsdp_unit(shape: ModelShape, plan: ParallelPlan, name: UnitName, moe: bool) -> Unit:
+    """The unit of that name under a resolved plan."""
+    rows = list(unit_numbers(parameters(shape, moe), plan, name))
+    owned = sum(held for _, held, _ in rows)
+    if name == "head" and shape.tie_word_embeddings:
+        rows.insert(0, next(row for row in rows if row[0].part == "head"))
+    apart = plan.ep > 1
+    split = expert_shard_dim(plan, shape.num_experts) if shape.num_experts else 0
+    parts = []
+    for experts in (False, True) if apart else (None,):
+        own = [row for row in rows if experts is None or row[0].expert == experts]
+        if own:
+            parts.append(
+                Part(
+                    f"{name} experts" if experts else name,
+                    plan.efsdp if experts else plan.fsdp,
+                    sum(held for _, held, _ in own),
+                    sum(full for _, _, full in own),
+                    own[-1][2],
+                    sum(full for row, _, full in own if row.expert and split),
+                    "p" if sum(held for _, held, _ in own) == owned else "q",
+                )
+            )
+    return Unit(name, tuple(parts), owned)

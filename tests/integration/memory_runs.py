@@ -1,0 +1,260 @@
+"""Measure real TorchTitan steps: tensor bytes by part on each of 1-4 gloo ranks, to hold against neuron_parallel.memory.
+
+The stock trainer, FSDP2, TP, EP, checkpointing and optimizer; attention and the document mask are titan-recipes'. Routing is forced to
+be balanced (TorchTitan's own debug switch), since rows an expert gets are an input of the formulas, not a result.
+"""
+
+import random
+import tempfile
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from neuron_parallel.plan import ParallelPlan, Training, errors
+from neuron_parallel.shape import ModelShape
+
+from integration.tensor_bytes import TensorBytes
+
+ROOT = Path(__file__).parents[2]
+TINY = {
+    "vocab_size": 2052,
+    "hidden_size": 72,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+}
+DENSE = ModelShape(**TINY)  # type: ignore[arg-type]
+TIED = ModelShape(**TINY, tie_word_embeddings=True)  # type: ignore[arg-type]
+MOE = ModelShape(**TINY, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48)  # type: ignore[arg-type]
+
+
+def config_of(plan: ParallelPlan, shape: ModelShape, training: Training, folder: str) -> Any:
+    """The recipe's Trainer.Config of a resolved plan."""
+    from qwen3_core import Qwen3Config
+    from titan_recipes.checkpoint import StepCheckpoints
+    from titan_recipes.data import TextDataLoader
+    from titan_recipes.spec import native
+    from titan_recipes.trainer import Trainer
+    from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+    from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+    from torchtitan.config import CommConfig, DebugConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+
+    sizes: dict[str, Any] = {name: getattr(shape, name) for name in TINY}
+    if shape.num_experts:
+        names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+        sizes |= {name: getattr(shape, name) for name in names} | {"norm_topk_prob": True}
+    qwen3 = Qwen3Config(
+        **sizes, max_position_embeddings=4096, rope_theta=1e6, tie_word_embeddings=shape.tie_word_embeddings
+    )
+    spec = native(qwen3, document_mask="block" if training.attention == "masked" else "causal", flavor="tiny")
+    loss: Any = CrossEntropyLoss.Config(global_vocab_size=shape.vocab_size)
+    if training.loss_chunks > 1:
+        loss = ChunkedLossWrapper.Config(num_chunks=training.loss_chunks, loss_fn=loss)
+    config = Trainer.Config(
+        model_spec=spec,
+        hf_assets_path=str(ROOT / "recipes" / "debug_tokenizer"),
+        dataloader=TextDataLoader.Config(),
+        training=TrainingConfig(
+            local_batch_size=plan.micro_batch * (plan.micro_batches if plan.pp > 1 else 1),
+            global_batch_size=plan.global_batch,
+            seq_len=plan.seq_len,
+            steps=3,
+            dtype="float32",
+            mixed_precision_param="float32" if training.compute_bytes == 4 else "bfloat16",
+            disable_cuda_graphs=True,
+        ),
+        parallelism=ParallelismConfig(
+            data_parallel_replicate_degree=plan.dp_replicate,
+            data_parallel_shard_degree=plan.dp_shard,
+            tensor_parallel_degree=plan.tp,
+            context_parallel_degree=plan.cp,
+            pipeline_parallel_degree=plan.pp,
+            pipeline_parallel_microbatch_size=plan.micro_batch,
+            expert_parallel_degree=plan.ep,
+            enable_sequence_parallel=plan.sequence_parallel,
+            fsdp_reshard_after_forward=training.reshard,
+        ),
+        optimizer=default_adamw(lr=1e-3),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=1),
+        activation_checkpoint={"none": None, "full": FullAC.Config(), "selective": SelectiveAC.Config()}[
+            training.checkpointing
+        ],
+        loss=loss,
+        checkpoint=StepCheckpoints.Config(enable=False),
+        debug=DebugConfig(seed=0, moe_force_load_balance=True),
+        comm=CommConfig(trace_buf_size=0),
+        dump_folder=folder,
+    )
+    config.optimizer.implementation = training.optimizer
+    return config
+
+
+def measure(rank: int, plan: ParallelPlan, shape: ModelShape, training: Training) -> dict[str, Any]:
+    """On one rank of a gloo group: bytes by part, from the second step (moments exist), as {part: bytes} plus "peak"."""
+    from titan_recipes.device import set_device
+
+    set_device("cpu")
+    import torch.distributed as dist
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as group
+    from torchtitan.models.common import token_dispatcher
+
+    config = config_of(plan, shape, training, tempfile.mkdtemp(prefix="neuron-parallel-"))
+    with ExitStack() as stack:
+        if dist.is_initialized():  # the harness has made the group that TorchTitan would make
+            from torchtitan import trainer as titan_trainer
+
+            stack.enter_context(
+                patch.object(titan_trainer.dist_utils, "init_distributed", lambda *_, **__: dist.get_world_size())
+            )
+        for name, method in _functional_exchange().items():
+            stack.enter_context(patch.object(token_dispatcher.AllToAllTokenDispatcher, name, method))
+        trainer = config.build()
+        batches = trainer.batch_generator(trainer.dataloader)
+        count = TensorBytes(logits=_logits_elements(plan, shape, training))
+        stack.enter_context(count)
+        _name_parts(stack, count, group.FSDPParamGroup, trainer, token_dispatcher)
+        count.name((p for m in trainer.model_parts for p in m.parameters()), "parameters")
+        count.name((b for m in trainer.model_parts for b in m.buffers()), "tables")
+        trainer.step = 1
+        trainer.train_step(batches)
+        moments = [
+            v
+            for o in trainer.optimizers
+            for s in o.state.values()
+            for v in s.values()
+            if torch.is_tensor(v) and v.dim()
+        ]
+        count.name(moments, "moments")
+        trainer.optimizers.zero_grad()
+        count.reset_peak()
+        kept: Counter[str] = Counter()
+
+        def after_forward(module: Any, args: Any, out: Any) -> None:
+            kept.update(count.now)
+
+        last = trainer.model_parts[-1]
+        stack.enter_context(_removed(last.register_forward_hook(after_forward)))
+        trainer.step = 2
+        trainer.train_step(batches)
+        result = count.result
+        measured = {
+            part: result.largest[part]
+            for part in ("parameters", "moments", "gradients", "gathered parameters", "gradient buffers", "logits")
+        }
+        measured |= {f"kept {part}": kept[part] for part in ("activations", "attention", "dispatch")}
+        measured |= {
+            "peak": result.peak,
+            "at": result.at,
+            "by part": dict(result.by_part),
+            "detail": getattr(result, "detail", None),
+            "pd": getattr(result, "part_detail", None),
+        }
+    return measured
+
+
+def _logits_elements(plan: ParallelPlan, shape: ModelShape, training: Training) -> int:
+    return plan.micro_batch * plan.seq_len // plan.cp // training.loss_chunks * (shape.vocab_size // plan.tp)
+
+
+class _removed:
+    """A hook's handle as a context."""
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: Any) -> None:
+        self.handle.remove()
+
+
+def _name_parts(stack: ExitStack, count: TensorBytes, group: Any, trainer: Any, dispatcher: Any) -> None:
+    """Say which code makes which part: FSDP's gathers and reductions, attention, routing and dispatch, the rest of the model."""
+
+    def within(owner: Any, name: str, part: str) -> None:
+        original = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with count.part(part):
+                return original(*args, **kwargs)
+
+        stack.enter_context(patch.object(owner, name, wrapped))
+
+    within(group, "unshard", "gathered parameters")
+    within(group, "wait_for_unshard", "gathered parameters")
+    reduce = group.post_backward
+
+    def post_backward(self: Any, *args: Any) -> None:
+        grads = [p.unsharded_param.grad for p in self.fsdp_params if hasattr(p, "_unsharded_param")]
+        count.name((g for g in grads if g is not None), "gradient buffers")
+        del grads
+        with count.part("gradient buffers"):
+            reduce(self, *args)
+        count.name((p.sharded_param.grad for p in self.fsdp_params if p.sharded_param.grad is not None), "gradients")
+
+    stack.enter_context(patch.object(group, "post_backward", post_backward))
+    for model in trainer.model_parts:
+        within(model, "forward", "activations")
+        for layer in model.layers.values():
+            within(layer.attention.inner_attention, "forward", "attention")
+            if getattr(layer, "moe_enabled", False):
+                within(layer.moe.routed_experts.token_dispatcher, "dispatch", "dispatch")
+                within(layer.moe.routed_experts.token_dispatcher, "combine", "dispatch")
+    from titan_recipes import attention
+
+    within(attention, "document_mask_B1LK", "attention")
+
+
+def _functional_exchange() -> dict[str, Any]:
+    """TorchTitan's three exchanges by functional collectives, which gloo has; same tensors."""
+    from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd, wait_tensor
+
+    def counts(self: Any, tokens_E: Any, pg: Any, ep_size: int) -> Any:
+        return wait_tensor(all_to_all_single(tokens_E.view(ep_size, -1), None, None, group=self.ep_mesh))
+
+    def there(self: Any, x: Any, pg: Any, output_splits: Any, input_splits: Any) -> Any:
+        return wait_tensor(all_to_all_single_autograd(x, output_splits, input_splits, self.ep_mesh))
+
+    def back(self: Any, x: Any, pg: Any, input_splits: Any, output_splits: Any) -> Any:
+        return wait_tensor(all_to_all_single_autograd(x, input_splits, output_splits, self.ep_mesh))
+
+    return {"_token_count_exchange": counts, "_dispatch_token_exchange": there, "_combine_token_exchange": back}
+
+
+def layouts(seed: int, count: int) -> list[tuple[ParallelPlan, ModelShape, Training]]:
+    """Drawn from the valid grid: 1, 2 or 4 ranks, each kind of model and each checkpointing mode in turn."""
+    draw = random.Random(seed)
+    found: list[tuple[ParallelPlan, ModelShape, Training]] = []
+    while len(found) < count:
+        i = len(found)
+        shape = (DENSE, MOE, TIED, MOE)[i % 4]
+        world = draw.choice((2, 2, 4))
+        plan = ParallelPlan(
+            dp_replicate=draw.choice((1, 1, 2)),
+            tp=draw.choice((1, 2, 2, 4)),
+            ep=draw.choice((1, 2, 4)) if shape.num_experts else 1,
+            sequence_parallel=draw.random() < 0.8,
+            micro_batch=draw.choice((1, 2)),
+            seq_len=draw.choice((128, 256, 384)),
+        )
+        compute: Any = draw.choice((2, 4))
+        training = Training(
+            checkpointing=("none", "selective", "full")[i % 3],  # type: ignore[arg-type]
+            attention=draw.choice(("flash", "masked")),  # type: ignore[arg-type]
+            compute_bytes=compute,
+            expert_bytes=compute,
+            optimizer=draw.choice(("foreach", "fused")),  # type: ignore[arg-type]
+            loss_chunks=draw.choice((1, 4, 8)),
+            reshard=draw.choice(("default", "default", "always", "never")),  # type: ignore[arg-type]
+            selective_keeps_attention=False,
+        )
+        if plan.dp_replicate * plan.tp <= world and not errors(plan, shape, world, training):
+            found.append((plan.resolve(world), shape, training))
+    return found

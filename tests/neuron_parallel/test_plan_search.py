@@ -1,0 +1,80 @@
+"""Contract: what is suggested is valid, fits and is ranked by its estimate; a fixed degree stays; nothing that fits is named as such."""
+
+import pytest
+from neuron_parallel import Cluster, errors, instance, suggest
+from neuron_parallel.memory import device_allowance
+from neuron_parallel.plan import Training
+from neuron_parallel.quantity import Quantity
+from neuron_parallel.roofline import step_time
+from plan_shapes import QWEN3_4B, QWEN3_8B, QWEN3_30B, QWEN3_235B, TRN2, plan
+
+
+@pytest.mark.parametrize("shape", [QWEN3_4B, QWEN3_8B, QWEN3_30B], ids=["4B", "8B", "30B-A3B"])
+def test_suggestions_are_valid_fit_and_are_in_order(shape):
+    found = suggest(shape, TRN2)
+    assert found.choices and found.cut is None
+    speeds = [choice.time.tokens_per_second for choice in found.choices]
+    assert speeds == sorted(speeds, reverse=True)
+    for choice in found.choices:
+        assert choice.plan.world == 64 and choice.reason
+        assert not errors(choice.plan, shape, TRN2, choice.training)
+        assert choice.memory.peak.bytes + device_allowance(TRN2) <= TRN2.hbm_bytes
+    assert len({str(choice.plan) for choice in found.choices}) == len(found.choices)
+
+
+def test_a_search_that_ends_early_finds_the_same_first_ones():
+    every = suggest(QWEN3_4B, TRN2, limit=None)
+    assert [str(c.plan) for c in suggest(QWEN3_4B, TRN2, limit=5).choices] == [str(c.plan) for c in every.choices[:5]]
+
+
+def test_fixed_degrees_are_held():
+    found = suggest(QWEN3_8B, TRN2, fixed={"tp": 4, "pp": 1, "seq_len": 8192, "global_batch": 64})
+    assert found.choices
+    assert all((c.plan.tp, c.plan.pp, c.plan.seq_len, c.plan.global_batch) == (4, 1, 8192, 64) for c in found.choices)
+
+
+def test_an_unknown_field_is_refused():
+    with pytest.raises(ValueError, match="cannot be held fixed"):
+        suggest(QWEN3_8B, TRN2, fixed={"tensor": 4})
+
+
+def test_when_nothing_fits_the_largest_cut_that_does_is_named():
+    small = Cluster(instance("trn2.3xlarge"))
+    found = suggest(QWEN3_30B, small, fixed={"cp": 1})
+    assert not found.choices and found.cut is not None
+    assert 0 < found.cut.layers < 48 and found.cut.needed > small.hbm_bytes
+    from dataclasses import replace
+
+    assert suggest(replace(QWEN3_30B, num_hidden_layers=found.cut.layers), small, fixed={"cp": 1}, limit=1).choices
+    assert not suggest(
+        replace(QWEN3_30B, num_hidden_layers=found.cut.layers + 1), small, fixed={"cp": 1}, limit=1
+    ).choices
+
+
+def test_235b_does_not_fit_one_node_and_does_on_four():
+    assert not suggest(QWEN3_235B, TRN2, fixed={"pp": 1, "cp": 1, "dp_replicate": 1, "tp": 4}).choices
+    assert suggest(QWEN3_235B, Cluster(instance("trn2.48xlarge"), 4), fixed={"pp": 1}, limit=1).choices
+
+
+def test_a_step_is_the_work_over_the_stated_peak():
+    layout = plan(64, tp=4)
+    time = step_time(layout, QWEN3_8B, TRN2, Training(checkpointing="none"), efficiency=0.5)
+    flops = 3 * QWEN3_8B.flops_per_token(4096) * 16 * 4096
+    assert time.compute == pytest.approx(flops / (64 * 166.75e12 * 0.5))
+    assert time.mfu == pytest.approx(flops / time.seconds / (64 * 166.75e12))
+    assert sum(time.shares().values()) == pytest.approx(1)
+    full = step_time(layout, QWEN3_8B, TRN2, Training(checkpointing="full"))
+    assert full.compute == pytest.approx(time.compute * 4 / 3)
+
+
+def test_a_pipeline_pays_its_bubble():
+    layout = plan(64, pp=4, dp_shard=16, global_batch=128)
+    time = step_time(layout, QWEN3_8B, TRN2, Training())
+    busy = max(time.compute, time.memory, time.fsdp) + time.tp + time.cp + time.ep
+    assert time.bubble == pytest.approx(busy * 3 / 8)
+
+
+def test_a_quantity_shows_how_it_was_made():
+    T, D = Quantity(10, "T"), Quantity(3, "D")
+    assert (str(2 * T * D), (2 * T * D).value) == ("2*T*D", 60)
+    assert (str(T * (D + 1)), (T / 4).value) == ("T*(D + 1)", 3)
