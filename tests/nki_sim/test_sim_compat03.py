@@ -64,9 +64,3 @@ def test_a_configuration_object_may_lack_fields_in_0_3(compat: None) -> None:
         rest: int
 
     assert (Sizes(rows=3).rows, Sizes(rows=3).rest) == (3, None)
-
-
-def test_the_pattern_of_a_slice_on_chip_counts_within_the_slice_in_0_3(compat: None) -> None:
-    x = np.arange(32, dtype=np.float32).reshape(4, 8)
-    body = lambda d, a: nisa.tensor_copy(d, a[:, 4:8].ap([[4, 4], [1, 2]], offset=1, dtype=a.dtype))  # noqa: E731
-    assert np.array_equal(run(body, x, dst=((4, 2), "float32")), x[:, 5:7])

@@ -317,14 +317,6 @@ class NkiTensor:
     ) -> "NkiTensor":
         """An explicit access pattern over the storage: [[stride, count], ...] in elements of `dtype`. Refused on a view that
         does not start where its storage does: NKI's guide says its offset is ignored, the API page that it is kept."""
-        compact = self.free_size if self.buffer.on_chip and not self.is_indirect() and self.is_contiguous() else 0
-        if (
-            errors.compat
-            and scalar_offset is vector_offset is None
-            and dtype in (None, self.dtype)
-            and 0 < compact < self.storage.pitch // self.dtype.itemsize
-        ):
-            return self._ap_of_slice([(int(s), int(n)) for s, n in pattern], int(offset or 0), compact)
         whole = not self.offset and not self.is_indirect()
         need(whole, "ap-on-view", "NKI is of two minds on .ap() of a slice ({}); call it on the whole", self)
         new = as_dtype(dtype) if dtype is not None else self.dtype
@@ -345,16 +337,6 @@ class NkiTensor:
         inside = min(shape) >= 1 and min(strides) >= 0 and (index or (view.offset >= 0 and last < limit))
         need(inside, "out-of-bounds", "{} at {} reaches {} of {}, {}", pattern, view.offset, last, limit, self.storage)
         return view
-
-    def _ap_of_slice(self, pattern: list[tuple[int, int]], offset: int, compact: int) -> "NkiTensor":
-        """NKI 0.3 on chip: a slice is a tensor of its own, whose partitions lie its free size apart."""
-        (step, count), free = pattern[0], pattern[1:]
-        first, last = offset % compact, offset % compact + sum(s * (n - 1) for s, n in free)
-        good = (step == compact or count == 1) and last < compact and offset // compact + count <= self.shape[0]
-        need(good, "out-of-bounds", "{} at {} of the slice {}", pattern, offset, self)
-        pitch = self.storage.pitch // self.dtype.itemsize
-        start = self.offset + offset // compact * pitch + first
-        return self._with([n for _, n in pattern], [pitch, *(s for s, _ in free)], start)
 
     def indirect(self, *_: object, **__: object) -> NoReturn:
         """Tensor indirection exists from NeuronCore-v4 on."""
