@@ -5,6 +5,7 @@ from pathlib import Path
 from qwen3_core import Qwen3Config
 from titan_recipes.checkpoint import StepCheckpoints
 from titan_recipes.data import TextDataLoader
+from titan_recipes.documents import python_docs
 from titan_recipes.metrics import RunMetrics
 from titan_recipes.spec import native
 from titan_recipes.trainer import Trainer
@@ -53,3 +54,39 @@ def debug() -> Trainer.Config:
         debug=DebugConfig(seed=0),
         checkpoint=StepCheckpoints.Config(enable=True, interval=150, keep_latest_k=3),
     )
+
+
+def debug_continued() -> Trainer.Config:
+    """Go on with the model that `debug` left, at a third of its learning rate: CPU, a minute.
+
+    uv run apps/train debug_continued --model outputs/debug-DATE-TIME/hf
+    """
+    config = debug()
+    config.optimizer = default_adamw(lr=3e-4)
+    config.training.steps = 100
+    config.validator.freq = 50
+    return config
+
+
+def debug_finetune() -> Trainer.Config:
+    """Fine-tune the model that `debug` left on questions and answers: CPU, a minute.
+
+    uv run apps/train debug_finetune --model outputs/debug-DATE-TIME/hf
+
+    Chat data as for a real model: the tokenizer's template, one conversation a sequence, labels on the answers alone.
+    """
+    config = debug_continued()
+    config.dataloader = TextDataLoader.Config(documents=questions, format="chat", holdout=0.1)
+    return config
+
+
+def questions() -> list[list[dict[str, str]]]:
+    """A conversation for each section of the language reference: its title asked for, its first paragraph the answer."""
+    conversations = []
+    for section in python_docs():
+        title, _, text = section.partition("\n\n")
+        paragraph = " ".join(text.partition("\n\n")[0].split())
+        if text and len(paragraph) < 400:
+            question = f"What does Python's reference say under {title.strip().splitlines()[0]!r}?"
+            conversations.append([{"role": "user", "content": question}, {"role": "assistant", "content": paragraph}])
+    return conversations

@@ -9,7 +9,8 @@ library), so it changes a little with the Python release; the committed files ca
 import json
 from pathlib import Path
 
-from titan_recipes.documents import held_out, python_docs
+import numpy as np
+from titan_recipes.documents import digest, held_out, python_docs
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 VOCAB_SIZE = 2048
@@ -40,7 +41,8 @@ CHAT_TEMPLATE = (
 def main() -> None:
     folder = Path(__file__).parent
     documents = python_docs()
-    out = held_out(documents, [len(d) for d in documents], 0.1)
+    sizes = np.array([len(d) for d in documents])
+    (out,) = held_out({"python-docs": (np.array([digest(d) for d in documents], np.uint64), sizes)}, 0.1)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -55,7 +57,7 @@ def main() -> None:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((d for i, d in enumerate(documents) if i not in out), trainer)
+    tokenizer.train_from_iterator((d for i, d in enumerate(documents) if not out[i]), trainer)
     added = [AddedToken(text, special=special, normalized=False) for text, special in SPECIAL.items()]
     tokenizer.add_tokens(added)
     assert tokenizer.get_vocab_size() == VOCAB_SIZE, tokenizer.get_vocab_size()

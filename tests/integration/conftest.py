@@ -3,8 +3,17 @@
 One thread, because tests fork the app from this process and an OpenMP pool does not survive a fork (see cli.py).
 """
 
+import pytest
 import torch
 from titan_recipes.device import set_device
 
 set_device("cpu")
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory):
+    """Token stores of the apps that tests run go to a folder of the session's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield

@@ -19,12 +19,16 @@ def random_model(rank: int, model: str, run: Path) -> dict[str, Any]:
     from titan_recipes.first_loss import random_loss
     from titan_recipes.spec import transformers
     from titan_recipes.trainer import Trainer
+    from torchtitan.components.loss import CrossEntropyLoss
+    from torchtitan.components.optimizer import default_adamw
     from torchtitan.config import DebugConfig, TrainingConfig
 
     config = Trainer.Config(
         model_spec=transformers(model),
         hf_assets_path=str(TOKENIZER),
         training=TrainingConfig(local_batch_size=1, seq_len=TOKENS, steps=1, dtype="bfloat16"),
+        optimizer=default_adamw(lr=1e-5),
+        loss=CrossEntropyLoss.Config(global_vocab_size=151936),
         activation_checkpoint=None,
         debug=DebugConfig(seed=0),
         dump_folder=str(run),

@@ -18,7 +18,7 @@ QUICK = ("debug", "--device", "cpu", "--training.seq_len", "128", "--training.lo
 
 
 def test_a_mixture_of_experts_trains_through_transformers_on_two_ranks_resumes_and_exports(tmp_path):
-    moe = (*QUICK, "--model", "debug-moe", "--route", "transformers", "--nproc", "2", "--validator.no-enable",
+    moe = (*QUICK, "--training.seq_len", "64", "--model", "debug-moe", "--route", "transformers", "--nproc", "2", "--validator.no-enable",
            "--parallelism.data_parallel_shard_degree", "2", "--checkpoint.interval", "4", "--profile")  # fmt: skip
     ended = fork_app(*moe, "--training.steps", "4", cwd=tmp_path)
     assert ended.code == 0, ended.out

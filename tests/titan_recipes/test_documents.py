@@ -1,10 +1,18 @@
-"""Contract: documents come whole from where the user points, bad sources are one clear error, and no held-out text is trained on."""
+"""Contract: the built-in documents repeat nothing, and what is held out depends on the texts alone and never leaks."""
 
-import json
-
+import numpy as np
 import pytest
-from titan_recipes.documents import held_out, load_documents, python_docs
+from titan_recipes.documents import digest, held_out, python_docs
 from titan_recipes.errors import UserError
+
+
+def as_source(documents, size=len):
+    return np.array([digest(d) for d in documents], np.uint64), np.array([size(d) for d in documents])
+
+
+def out_of(documents, share):
+    (out,) = held_out({"it": as_source(documents)}, share)
+    return {d for d, chosen in zip(documents, out, strict=True) if chosen}
 
 
 def test_python_docs_repeat_no_paragraph_so_nothing_leaks_into_the_held_out_part():
@@ -15,55 +23,28 @@ def test_python_docs_repeat_no_paragraph_so_nothing_leaks_into_the_held_out_part
 
 def test_held_out_documents_reach_the_share_and_do_not_depend_on_the_order():
     documents = python_docs()
-    sizes = [len(document) for document in documents]
-    chosen = {documents[i] for i in held_out(documents, sizes, 0.1)}
-    assert sum(map(len, chosen)) >= 0.1 * sum(sizes)
-    assert sum(map(len, chosen)) < 0.5 * sum(sizes)
-    backwards = documents[::-1]
-    assert {backwards[i] for i in held_out(backwards, sizes[::-1], 0.1)} == chosen
+    chosen = out_of(documents, 0.1)
+    total = sum(map(len, documents))
+    assert 0.1 * total <= sum(map(len, chosen)) < 0.5 * total
+    last = max(chosen, key=digest)
+    assert sum(map(len, chosen - {last})) < 0.1 * total  # and no document more than needed
+    assert out_of(documents[::-1], 0.1) == chosen
+
+
+def test_a_text_that_two_sources_have_is_on_the_same_side_in_both_and_each_reaches_its_share():
+    shared = [f"shared {i}" for i in range(20)]
+    one, two = [*shared, *(f"one {i}" for i in range(200))], [f"two {i}" for i in range(30)] + shared
+    outs = held_out({"one": as_source(one), "two": as_source(two)}, 0.2)
+    chosen = [{d for d, c in zip(docs, out, strict=True) if c} for docs, out in zip((one, two), outs, strict=True)]
+    assert chosen[0] & set(shared) == chosen[1] & set(shared)
+    for documents, held in zip((one, two), chosen, strict=True):
+        assert sum(map(len, held)) >= 0.2 * sum(map(len, documents))
 
 
 def test_a_share_of_zero_holds_out_nothing():
-    assert held_out(["a", "b"], [1, 1], 0.0) == set()
+    assert out_of(["a", "b"], 0.0) == set()
 
 
-def test_one_document_cannot_be_split_and_the_error_says_what_to_do():
-    with pytest.raises(UserError, match=r"too few to hold out.*\n.*validation off"):
-        held_out(["only"], [4], 0.1)
-
-
-def test_a_folder_is_read_in_name_order_and_duplicates_are_dropped(tmp_path):
-    (tmp_path / "b.txt").write_text("second")
-    (tmp_path / "a.md").write_text("first")
-    (tmp_path / "c").mkdir()
-    (tmp_path / "c" / "d.jsonl").write_text(
-        json.dumps({"text": "third"}) + "\n\n" + json.dumps({"text": "first"}) + "\n"
-    )
-    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
-    assert load_documents("", str(tmp_path)) == ["first", "second", "third"]
-
-
-@pytest.mark.parametrize("line", ['{"content": "x"}', "not json", '["text"]', '{"text": 3}'])
-def test_a_jsonl_line_without_text_is_an_error_naming_file_and_line(tmp_path, line):
-    file = tmp_path / "data.jsonl"
-    file.write_text('{"text": "fine"}\n' + line + "\n")
-    with pytest.raises(UserError, match=r"data\.jsonl:2"):
-        load_documents("", str(file))
-
-
-def test_a_path_that_is_not_there_and_an_empty_dataset_are_errors(tmp_path):
-    with pytest.raises(UserError, match="does not exist"):
-        load_documents("", str(tmp_path / "nowhere"))
-    with pytest.raises(UserError, match="is empty"):
-        load_documents("", str(tmp_path))
-    (tmp_path / "blank.txt").write_text(" \n")
-    with pytest.raises(UserError, match="is empty"):
-        load_documents("", str(tmp_path / "blank.txt"))
-
-
-def test_an_unknown_builtin_and_an_unknown_suffix_are_errors(tmp_path):
-    with pytest.raises(UserError, match="python-docs"):
-        load_documents("c4", None)
-    (tmp_path / "x.bin").write_bytes(b"1")
-    with pytest.raises(UserError, match=r"\.jsonl"):
-        load_documents("", str(tmp_path / "x.bin"))
+def test_one_document_cannot_be_split_and_the_error_names_the_source_and_says_what_to_do():
+    with pytest.raises(UserError, match=r"it has 1 document.*too few to hold out.*\n.*validation off"):
+        out_of(["only"], 0.1)

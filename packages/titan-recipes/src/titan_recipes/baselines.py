@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 __all__ = ["bigram_cross_entropy", "unigram_cross_entropy"]
 
-Documents = Sequence[npt.NDArray[np.int64]]
+Documents = Sequence[npt.NDArray[np.integer]]
 
 
 def unigram_cross_entropy(train: Documents, validation: Documents, vocab_size: int) -> float:

@@ -1,15 +1,20 @@
-"""The text dataloader: documents -> tokens -> packed batches of one constant shape, the same for every rank count.
+"""The dataloader: sources -> tokens -> samples -> batches of one constant shape, the same for every rank count.
 
-Batches are [B, S] always, the last one included. Global sample g goes to data-parallel rank (g // B) % ranks, so ranks
+Batches are [B, S] always, the last one included. Sample g of the stream goes to data-parallel rank (g // B) % ranks, so ranks
 always have the same number of batches, and the state that a checkpoint carries is one number: samples seen by all ranks.
 
-Shapes: B = local batch, S = sequence length.
+    rows.py     rows of files and datasets       chat.py     a conversation's text, and what of it is learned
+    tokens.py   rows -> mapped token stores     packing.py  documents -> numbered samples
+    documents.py  which documents are held out  mixture.py  several sources, by weight, in one numbered stream
+
+Shapes: B = local batch, S = sequence length, N = documents.
 """
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -18,40 +23,102 @@ import tyro
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 
-from .documents import PYTHON_DOCS, held_out, load_documents
+from .documents import PYTHON_DOCS, held_out, python_docs
 from .errors import UserError
-from .packing import PackedDocuments, Sample, Tokens
+from .mixture import Mixture
+from .packing import Documents, Packing, Sample, Samples, SplitDocuments, WholeDocuments, pad
+from .rows import Source
+from .tokens import TokenStore, token_store
 
-__all__ = ["TextDataLoader", "split_tokens"]
+__all__ = ["Source", "TextDataLoader", "split_documents", "stores_of"]
+
+log = logging.getLogger(__name__)
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 class TextDataLoader(BaseDataLoader):
-    """Packed text for TorchTitan's trainer and validator."""
+    """Texts and conversations for TorchTitan's trainer and validator."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
         dataset: str = PYTHON_DOCS
-        """Built-in source, used when neither dataset_path nor documents is given."""
+        """python-docs (built in) or a dataset of the Hugging Face Hub, "owner/name"; used when nothing below names data."""
 
         dataset_path: str | None = None
-        """A .jsonl file (a "text" a line), a .txt/.md/.rst file, or a folder of them."""
+        """A .jsonl, .parquet, .arrow, .txt, .md or .rst file, or a folder of them."""
 
-        documents: Annotated[Callable[[], Sequence[str]] | None, tyro.conf.Suppress] = None
+        documents: Annotated[Callable[[], Sequence[Any]] | None, tyro.conf.Suppress] = None
         """For recipes: a function returning the documents. It wins over dataset and dataset_path."""
+
+        sources: Annotated[Sequence[Source], tyro.conf.Suppress] = ()
+        """For recipes: several sources, with or without weights. They win over all of the above."""
+
+        format: Literal["text", "chat"] = "text"
+        """text: rows hold a text to continue. chat: rows hold messages, and only the assistant's turns are learned."""
+
+        column: str | None = None
+        """The field of a row that is read (default: text, or messages for chat)."""
+
+        subset: str | None = None
+        """The Hub dataset's configuration, where it has several."""
+
+        hub_split: str = "train"
+        """The Hub dataset's split."""
+
+        packing: Packing | None = None
+        """split: texts one after the other, cut where a sequence is full (default for text). whole: as many documents as fit,
+        none cut. none: one document a sequence, padded (default for chat)."""
 
         split: Literal["train", "validation"] = "train"
         """Which part of the documents."""
 
         holdout: float = 0.1
-        """Least share of the tokens that is held out for validation, in whole documents."""
+        """Least share of each source's tokens that is held out for validation, in whole documents."""
 
         infinite: bool = True
         """Start a new, reshuffled epoch when the data ends. Validation is always one pass in order."""
 
         seed: int = 0
         """Seeds the order of the documents."""
+
+        cache_folder: str | None = None
+        """Where tokenised files are kept for all ranks and later runs (default: ~/.cache/titan-recipes/tokens)."""
+
+        batches_per_step: Annotated[int, tyro.conf.Suppress] = 1
+        """Batches that make one step: the end of the data is padded to a whole step. Set by the trainer."""
+
+        def all_sources(self) -> tuple[Source, ...]:
+            """What this config reads. Raises UserError for sources that cannot be read together."""
+            if self.sources:
+                weighted = [source.weight is not None for source in self.sources]
+                if any(weighted) and not all(weighted):
+                    raise UserError(
+                        "Some data sources have a weight and some have none: give all of them one, or none."
+                    )
+                if not any(weighted) and len({source.format for source in self.sources}) > 1:
+                    raise UserError(
+                        "Text and chat sources need weights to be mixed: they are packed each in their own way."
+                    )
+                return tuple(self.sources)
+            format, column = self.format, self.column
+            if self.documents is not None:
+                return (Source(documents=self.documents, format=format, column=column),)
+            if self.dataset_path is not None:
+                return (Source(path=self.dataset_path, format=format, column=column),)
+            if self.dataset == PYTHON_DOCS:
+                return (Source(documents=python_docs),)
+            if "/" not in self.dataset:
+                raise UserError(
+                    f"dataloader.dataset {self.dataset!r} is unknown: the built-in one is {PYTHON_DOCS!r}, one of the Hugging Face "
+                    'Hub is named "owner/name".\nFor your own data set --dataloader.dataset_path to a file or a folder.'
+                )
+            hub, subset, hub_split = self.dataset, self.subset, self.hub_split
+            return (Source(hub=hub, subset=subset, hub_split=hub_split, format=format, column=column),)
+
+        def names_data(self) -> bool:
+            """Whether a recipe or a user said what to read."""
+            return bool(self.sources or self.documents or self.dataset_path or self.dataset != PYTHON_DOCS)
 
     def __init__(
         self,
@@ -64,41 +131,59 @@ class TextDataLoader(BaseDataLoader):
         local_batch_size: int,
         **kwargs: Any,
     ) -> None:
-        train, validation = split_tokens(config, tokenizer)
+        self.config = config
+        self.seq_len = seq_len
         training = config.split == "train"
-        self.packed = PackedDocuments(train if training else validation, seq_len, shuffle=training, seed=config.seed)
-        if self.packed.samples == 0:
-            raise UserError(f"The {config.split} part of the dataset is empty (holdout={config.holdout}).")
         self.infinite = config.infinite and training
         self.ranks, self.rank, self.batch = dp_world_size, dp_rank, local_batch_size
+        self.batches_per_step = config.batches_per_step
         self.samples_seen = 0
+        parts = _parts(config, tokenizer)
+        names = [", ".join(source.name for source, _, _ in part) for part in parts]
+        weights = [part[0][0].weight or 1.0 for part in parts]
+        self.stream = Mixture([self._samples(part) for part in parts], weights, names)
+        self.fingerprint = self._fingerprint(parts)
+
+    def _samples(self, part: "Part") -> Samples:
+        config, chosen = self.config, self.config.split == "validation"
+        documents = Documents([(store, np.flatnonzero(out_N == chosen)) for _, store, out_N in part])
+        packing = config.packing or ("none" if part[0][0].format == "chat" else "split")
+        shuffle, seed, together = not chosen, config.seed, packing == "whole"
+        samples: SplitDocuments | WholeDocuments
+        if packing == "split":
+            samples = SplitDocuments(documents, self.seq_len, shuffle=shuffle, seed=seed)
+        else:
+            samples = WholeDocuments(documents, self.seq_len, together=together, shuffle=shuffle, seed=seed)
+            if samples.dropped:
+                log.warning(
+                    "%s: %d of %d documents are longer than seq_len %d and left out",
+                    part[0][0].name,
+                    samples.dropped,
+                    len(documents),
+                    self.seq_len,
+                )
+        if samples.samples == 0:
+            why = "every document is longer than seq_len" if len(documents) else f"holdout={config.holdout}"
+            raise UserError(f"The {config.split} part of {part[0][0].name!r} is empty ({why}).")
+        return samples
 
     def __iter__(self) -> Iterator[Batch]:
-        while self.infinite or self.samples_seen < self.packed.samples:
+        end = None if self.infinite else self.stream.length
+        batches = 0
+        while end is None or self.samples_seen < end or batches % self.batches_per_step:
             first = self.samples_seen + self.rank * self.batch
-            samples = [self._sample(first + i) for i in range(self.batch)]
+            numbers = range(first, first + self.batch)
+            samples = [self.stream.sample(n) if end is None or n < end else pad([], self.seq_len) for n in numbers]
             self.samples_seen += self.ranks * self.batch
-            yield (
-                {
-                    "input": torch.from_numpy(np.stack([s.input_S for s in samples])),
-                    "positions": torch.from_numpy(np.stack([s.positions_S for s in samples])),
-                },
-                torch.from_numpy(np.stack([s.labels_S for s in samples])),
-            )
+            batches += 1
+            yield _batch(samples)
 
-    def _sample(self, index: int) -> Sample:
-        epoch, within = divmod(index, self.packed.samples)
-        if epoch and not self.infinite:
-            return self.packed.padding()
-        return self.packed.sample(epoch, within)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A digest of the token stream and the order it is read in; a checkpoint's position means nothing on another."""
-        digest = hashlib.sha256(f"{self.packed.seq_len} {self.packed.seed} {self.packed.shuffle}".encode())
-        for document in self.packed.documents:
-            digest.update(document.tobytes())
-        return digest.hexdigest()[:16]
+    def _fingerprint(self, parts: Sequence["Part"]) -> str:
+        """A digest of the tokens and of the order they are read in; a checkpoint's position means nothing on another."""
+        config = self.config
+        stores = [[(store.fingerprint, source.weight) for source, store, _ in part] for part in parts]
+        about = (stores, self.seq_len, config.packing, config.split, config.holdout, config.seed)
+        return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
 
     def state_dict(self) -> dict[str, Any]:
         return {"samples_seen": self.samples_seen, "fingerprint": self.fingerprint}
@@ -108,27 +193,57 @@ class TextDataLoader(BaseDataLoader):
             return
         if state_dict["fingerprint"] != self.fingerprint:
             raise UserError(
-                "The training data changed since this checkpoint was written (other documents, tokenizer, sequence length or "
-                "seed), so its position in the data means nothing now.\nResume with the same data, or start the data anew "
-                "with --checkpoint.exclude_from_loading dataloader."
+                "The training data changed since this checkpoint was written (other documents, weights, tokenizer, packing, "
+                "sequence length, holdout or seed), so its position in the data means nothing now.\nResume with the same data, "
+                "or start the data anew with --checkpoint.exclude_from_loading dataloader."
             )
         self.samples_seen = int(state_dict["samples_seen"])
 
 
-def split_tokens(config: TextDataLoader.Config, tokenizer: BaseTokenizer) -> tuple[list[Tokens], list[Tokens]]:
-    """Training and held-out documents as token arrays, each ending in the tokenizer's end-of-text. Cached."""
-    return _split_tokens(config.dataset, config.dataset_path, config.documents, config.holdout, tokenizer)
+def _batch(samples: Sequence[Sample]) -> Batch:
+    return (
+        {
+            "input": torch.from_numpy(np.stack([s.input_S for s in samples])),
+            "positions": torch.from_numpy(np.stack([s.positions_S for s in samples])),
+        },
+        torch.from_numpy(np.stack([s.labels_S for s in samples])),
+    )
 
 
-@lru_cache(maxsize=4)
-def _split_tokens(
-    dataset: str,
-    path: str | None,
-    documents: Callable[[], Sequence[str]] | None,
-    holdout: float,
-    tokenizer: BaseTokenizer,
-) -> tuple[list[Tokens], list[Tokens]]:
-    texts = list(dict.fromkeys(documents())) if documents is not None else load_documents(dataset, path)
-    tokens = [np.array(tokenizer.encode(text, add_bos=False, add_eos=True), np.int64) for text in texts]
-    out = held_out(texts, [len(t) for t in tokens], holdout)
-    return [t for i, t in enumerate(tokens) if i not in out], [t for i, t in enumerate(tokens) if i in out]
+Part = list[tuple[Source, TokenStore, "np.typing.NDArray[np.bool_]"]]
+"""Sources that are read as one: (source, its tokens, which of its documents are held out)."""
+
+
+def _parts(config: TextDataLoader.Config, tokenizer: BaseTokenizer) -> list[Part]:
+    """A part for each weighted source, one for all when none has a weight."""
+    found = stores_of(config, tokenizer)
+    groups = [[one] for one in found] if found[0][0].weight is not None else [found]
+    names = [", ".join(source.name for source, _ in group) for group in groups]
+    sizes = {
+        name: (
+            np.concatenate([store.digests_N for _, store in group]),
+            np.concatenate([store.sizes_N for _, store in group]),
+        )
+        for name, group in zip(names, groups, strict=True)
+    }
+    parts = []
+    for group, out_N in zip(groups, held_out(sizes, config.holdout), strict=True):
+        cuts = np.cumsum([len(store) for _, store in group])[:-1]
+        outs = np.split(out_N, cuts)
+        parts.append([(source, store, out_N) for (source, store), out_N in zip(group, outs, strict=True)])
+    return parts
+
+
+def stores_of(config: TextDataLoader.Config, tokenizer: BaseTokenizer) -> list[tuple[Source, TokenStore]]:
+    """The sources of a config with their tokens, tokenised now unless they were before."""
+    cache = Path(config.cache_folder).expanduser() if config.cache_folder else None
+    return [(source, token_store(source, tokenizer, cache)) for source in config.all_sources()]
+
+
+def split_documents(config: TextDataLoader.Config, tokenizer: BaseTokenizer) -> tuple[Documents, Documents]:
+    """All training and all held-out documents of a config."""
+    parts = [one for part in _parts(config, tokenizer) for one in part]
+    train, validation = (
+        Documents([(store, np.flatnonzero(out_N == chosen)) for _, store, out_N in parts]) for chosen in (False, True)
+    )
+    return train, validation

@@ -1,7 +1,13 @@
-"""Per-device settings that are not a recipe's business: one table, applied to the built config, each change reported."""
+"""Per-device settings that are not a recipe's business: one table, applied to the built config, each change reported.
 
+What a device cannot do at all is refused here too, by name.
+"""
+
+import re
 from dataclasses import dataclass
 from typing import Any
+
+from .errors import UserError
 
 __all__ = ["DEVICE_DEFAULTS", "Default", "apply_device_defaults"]
 
@@ -34,8 +40,17 @@ DEVICE_DEFAULTS: dict[str, tuple[Default, ...]] = {
 }
 
 
+LOW_PRECISION = re.compile(r"float8|fp8|mxfp|nvfp4", re.IGNORECASE)
+"""Classes of TorchTitan's quantization components: Float8Linear, MXFP8Linear, NVFP4Linear and their experts."""
+
+
 def apply_device_defaults(config: Any, device: str) -> list[str]:
-    """Set the device's defaults on `config`; returns a line for each field that changed."""
+    """Set the device's defaults on `config`; returns a line for each field that changed.
+
+    Raises UserError for a model with float8, MX or NVFP4 layers on neuron.
+    """
+    if device == "neuron" and config.model_spec is not None:
+        _refuse_low_precision(config.model_spec.model)
     changed = []
     for default in DEVICE_DEFAULTS[device]:
         *path, name = default.field.split(".")
@@ -46,3 +61,15 @@ def apply_device_defaults(config: Any, device: str) -> list[str]:
             setattr(owner, name, default.value)
             changed.append(f"{default.field} = {default.value!r} ({default.reason})")
     return changed
+
+
+def _refuse_low_precision(model: Any) -> None:
+    from torchtitan.config import Configurable
+
+    for name, part, _, _ in model.traverse(Configurable.Config, recurse=True):
+        kind = type(part).__qualname__.removesuffix(".Config").rpartition(".")[2]
+        if LOW_PRECISION.search(kind):
+            raise UserError(
+                f"The model's {name} is a {kind}: float8, MX and NVFP4 training need TorchAO kernels that neuron does not have "
+                "(FP8 training is a private beta there).\nTrain in bfloat16: leave the quantization converter out of the recipe."
+            )

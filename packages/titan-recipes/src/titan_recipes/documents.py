@@ -1,41 +1,21 @@
-"""Text documents from where a run finds them, and the split into a training and a held-out part.
-
-A source yields whole documents (str). Nothing here knows about tokens or tensors.
-"""
+"""The built-in documents, and the split of any documents into a training and a held-out part."""
 
 import hashlib
-import json
 import re
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
 
 from .errors import UserError
 
+__all__ = ["PYTHON_DOCS", "digest", "held_out", "python_docs"]
+
+Digests = npt.NDArray[np.uint64]
+Sizes = npt.NDArray[np.int64]
+
 PYTHON_DOCS = "python-docs"
 """The built-in source: the language reference that every CPython ships, in English, about 0.4 MB."""
-
-TEXT_SUFFIXES = (".txt", ".md", ".rst", ".jsonl")
-
-
-def load_documents(dataset: str, path: str | None) -> list[str]:
-    """The documents of a built-in source (`path` None), a file, or a folder of files, duplicates dropped.
-
-    .jsonl: one JSON object a line, its "text" a document. .txt, .md, .rst: each file is one document. A folder is read
-    recursively in name order. Raises UserError when there is nothing to train on.
-    """
-    if path is None:
-        if dataset != PYTHON_DOCS:
-            raise UserError(
-                f"dataloader.dataset {dataset!r} is unknown: the built-in one is {PYTHON_DOCS!r}. "
-                "For your own text set --dataloader.dataset_path to a .jsonl or .txt file or a folder of them."
-            )
-        documents = python_docs()
-    else:
-        documents = list(_read_path(Path(path).expanduser()))
-    documents = list(dict.fromkeys(document for document in documents if document.strip()))
-    if not documents:
-        raise UserError(f"The dataset {path or dataset!r} is empty: no document with any text in it was found.")
-    return documents
 
 
 def python_docs() -> list[str]:
@@ -67,59 +47,34 @@ _HEADING = re.compile(r"\s*\S[^\n]*\n[*=~^-]{3,}$")
 """A line of text with a line of punctuation under it: how pydoc renders a section's title."""
 
 
-def held_out(documents: Sequence[str], sizes: Sequence[int], share: float) -> set[int]:
-    """Indices of documents that together hold at least `share` of the total size, chosen by a hash of their text.
+def digest(text: str) -> int:
+    """64 bits that stand for a document: for finding duplicates and for choosing what is held out."""
+    return int.from_bytes(hashlib.sha256(text.encode(errors="surrogatepass")).digest()[:8], "big")
 
-    The hash makes the choice independent of the documents' order and of any seed. A share of 0 holds out nothing. Raises UserError when
-    nothing would be left to train on.
+
+def held_out(sources: Mapping[str, tuple[Digests, Sizes]], share: float) -> list[npt.NDArray[np.bool_]]:
+    """For each source, True for the documents that are held out: those of the lowest digests, up to one bound for all.
+
+    The bound is the least by which every source holds out at least `share` of its size. So the choice depends on the texts
+    alone, not on their order or any seed, and a text that two sources have is on the same side in both. A share of 0 holds
+    out nothing. Raises UserError, naming the source, when nothing of it would be left to train on.
     """
     if share <= 0:
-        return set()
-    wanted = share * sum(sizes)
-    order = sorted(range(len(documents)), key=lambda i: hashlib.sha256(documents[i].encode()).digest())
-    chosen: set[int] = set()
-    size = 0
-    for index in order:
-        if size >= wanted:
-            break
-        chosen.add(index)
-        size += sizes[index]
-    if len(chosen) == len(documents):
-        raise UserError(
-            f"The dataset has {len(documents)} document(s), too few to hold out {share:.0%} for validation.\n"
-            "Use a .jsonl file with a document a line or a folder of text files, or turn validation off: "
-            "holdout=0 in the recipe's dataloader and --validator.no-enable."
-        )
+        return [np.zeros(len(digests_N), bool) for digests_N, _ in sources.values()]
+    bound = max(_bound(digests_N, sizes_N, share) for digests_N, sizes_N in sources.values())
+    chosen = [digests_N <= bound for digests_N, _ in sources.values()]
+    for name, chosen_N in zip(sources, chosen, strict=True):
+        if chosen_N.all():
+            raise UserError(
+                f"{name} has {len(chosen_N)} document(s), too few to hold out {share:.0%} for validation.\n"
+                "Use a file with a document a row or a folder of text files, or turn validation off: "
+                "holdout=0 in the recipe's dataloader and --validator.no-enable."
+            )
     return chosen
 
 
-def _read_path(path: Path) -> Iterator[str]:
-    if not path.exists():
-        raise UserError(
-            f"The dataset path {str(path)!r} does not exist (from {str(Path.cwd())!r}).\n"
-            "Set --dataloader.dataset_path, and the validator's, to a .jsonl or .txt file or a folder of them."
-        )
-    files = sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES) if path.is_dir() else [path]
-    for file in files:
-        if file.suffix == ".jsonl":
-            yield from _read_jsonl(file)
-        elif file.suffix in TEXT_SUFFIXES:
-            yield file.read_text(encoding="utf-8")
-        else:
-            raise UserError(f"{file}: {file.suffix or 'no'} suffix; expected one of {', '.join(TEXT_SUFFIXES)}.")
-
-
-def _read_jsonl(file: Path) -> Iterator[str]:
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                text = json.loads(line)["text"]
-            except (ValueError, KeyError, TypeError):
-                text = None
-            if not isinstance(text, str):
-                raise UserError(
-                    f'{file}:{number}: expected a JSON object with a string "text", found {line.strip()[:80]!r}.'
-                )
-            yield text
+def _bound(digests_N: Digests, sizes_N: Sizes, share: float) -> np.uint64:
+    """The lowest digest up to which documents hold `share` of the size."""
+    order_N = np.argsort(digests_N, kind="stable")
+    last = int(np.searchsorted(np.cumsum(sizes_N[order_N]), share * sizes_N.sum()))
+    return np.uint64(digests_N[order_N[min(last, len(order_N) - 1)]])

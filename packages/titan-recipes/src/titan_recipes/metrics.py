@@ -15,6 +15,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 
 from .logs import say
+from .memory import MemoryWatch
 
 __all__ = ["METRICS_FILE", "RunMetrics", "format_duration", "read_metrics"]
 
@@ -35,6 +36,7 @@ class RunMetrics(MetricsProcessor):
         super().__init__(config, parallel_dims=parallel_dims, dump_folder=dump_folder, **kwargs)
         pp_schedule = kwargs.get("pp_schedule", "1F1B")
         self.prints = dist.get_rank() == _get_metrics_rank(parallel_dims=parallel_dims, pp_schedule=pp_schedule)
+        self.memory = MemoryWatch(self.device_memory_monitor, warns=self.prints)
         self.file = Path(dump_folder) / METRICS_FILE
         self.total_steps = 0  # set by the trainer, which knows
         self.first_step = 0
@@ -64,14 +66,14 @@ class RunMetrics(MetricsProcessor):
         seconds = now - self.time_last_log
         data_ranks = self.parallel_dims.world_size // self.parallel_dims.non_data_parallel_size
         tokens_per_second = self.ntokens_since_last_log * data_ranks / seconds
-        memory = self.device_memory_monitor.get_peak_stats()
+        memory = self.memory.look()
         record: dict[str, Any] = {
             "step": step,
             "loss": global_avg_loss,
             "grad_norm": grad_norm,
             "tokens_per_second": tokens_per_second,
             "data_loading_share": sum(self.data_loading_times) / seconds,
-            "memory_gib": memory.max_reserved_gib,
+            **memory.record(),
             **{name.replace("/", "_"): value for name, value in (extra_metrics or {}).items()},
         }
         if utils.device_type != "cpu":
@@ -85,10 +87,12 @@ class RunMetrics(MetricsProcessor):
             self._second_step = now
         if self.prints:
             mfu = f"  mfu {record['mfu_percent']:.1f}%" if "mfu_percent" in record else ""
+            # On a CPU the capacity is the host's, which ranks share.
+            capacity = f" of {memory.capacity:.2f}" if utils.device_type != "cpu" else ""
             ending = f"  {format_duration(left)} left" if left is not None and step < self.total_steps else ""
             say(
                 f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}  loss {global_avg_loss:7.4f}"
-                f"  {tokens_per_second:>7,.0f} tok/s{mfu}  {memory.max_reserved_gib:.2f} GiB{ending}"
+                f"  {tokens_per_second:>7,.0f} tok/s{mfu}  {memory.highest:.2f}{capacity} GiB{ending}"
             )
         self._reset()
 
@@ -100,7 +104,8 @@ class RunMetrics(MetricsProcessor):
         self._reset()
 
     def _write(self, step: int, record: dict[str, Any]) -> None:
-        self.logger.log({key: value for key, value in record.items() if key != "step"}, step)
+        scalars = {key: value for key, value in record.items() if key != "step" and isinstance(value, int | float)}
+        self.logger.log(scalars, step)
         if self.prints:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("a") as file:

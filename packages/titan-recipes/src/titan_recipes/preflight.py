@@ -2,15 +2,16 @@
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
 from hf_ckpt_adapter.sources import ASSETS
 
 from .checkpoint import complete_steps
-from .data import TextDataLoader
-from .documents import load_documents
+from .data import TextDataLoader, stores_of
 from .errors import UserError
+from .logs import say
 from .source import refuse_remote_code
 
 __all__ = ["check", "world_size_of"]
@@ -153,14 +154,16 @@ def _check_tokenizer(config: Any) -> None:
 
 
 def _check_data(config: Any) -> None:
+    """Tokenise what the run will read, unless that was done before, and say how much it is."""
     loaders = [config.dataloader, *([config.validator.dataloader] if config.validator.enable else [])]
-    for loader in loaders:
-        if not isinstance(loader, TextDataLoader.Config):
-            continue
-        if loader.documents is None:
-            load_documents(loader.dataset, loader.dataset_path)
-        elif not any(document.strip() for document in loader.documents()):
-            raise UserError("The recipe's documents() returned no document with any text in it.")
+    loaders = [loader for loader in loaders if isinstance(loader, TextDataLoader.Config)]
+    if not loaders:
+        return
+    tokenizer = config.tokenizer.build(tokenizer_path=config.hf_assets_path)
+    for line in dict.fromkeys(store.summary for loader in loaders for _, store in stores_of(loader, tokenizer)):
+        say(f"data: {line}")
+    # Ranks may be forked from here: the tokenizer's threads would be dead in theirs, and it would say so.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def _check_folder(config: Any, resume: bool) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from .baselines import bigram_cross_entropy, unigram_cross_entropy
 from .checkpoint import complete_steps, step_folder
-from .data import TextDataLoader, split_tokens
+from .data import TextDataLoader, split_documents
 from .logs import say
 from .metrics import METRICS_FILE, read_metrics
 from .report import draw_loss_curve
@@ -26,6 +26,9 @@ __all__ = ["Reload", "publish", "reload_in_fresh_interpreter"]
 
 LOGITS_TOLERANCE = 1e-4
 """Largest float32 logit difference that two orders of the same sums explain at this size."""
+
+COUNTED_TOKENS = 20_000_000
+"""Training tokens up to which the reference losses are counted, in a minute or so; they are left out above."""
 
 
 def publish(trainer: Trainer) -> None:
@@ -83,11 +86,16 @@ def _reference_losses(config: Any, tokenizer: Any) -> dict[str, float]:
         return {}
     if config.validator.dataloader.split != "validation":
         return {}
-    train, validation = split_tokens(config.dataloader, tokenizer)
+    if config.dataloader.format != "text" or any(source.format != "text" for source in config.dataloader.sources):
+        return {}  # the loss is over assistant turns, the references over every token
+    train, validation = split_documents(config.dataloader, tokenizer)
+    if int(train.sizes_N.sum()) > COUNTED_TOKENS:
+        return {}
     vocab_size = config.model_spec.model.vocab_size
+    seen, held = ([documents.tokens(n) for n in range(len(documents))] for documents in (train, validation))
     return {
-        "unigram, add-one": unigram_cross_entropy(train, validation, vocab_size),
-        "bigram, interpolated": bigram_cross_entropy(train, validation, vocab_size),
+        "unigram, add-one": unigram_cross_entropy(seen, held, vocab_size),
+        "bigram, interpolated": bigram_cross_entropy(seen, held, vocab_size),
     }
 
 

@@ -64,7 +64,8 @@ def find_model(model: Model) -> ModelSource:
     if path.name == "config.json" and path.is_file():
         path = path.parent
     if path.is_dir():
-        return _from_folder(path.resolve(), path.resolve().name)
+        path = path.resolve()
+        return _from_folder(path, f"{path.parent.name}/{path.name}")
     if text in MODELS:
         return ModelSource(text, MODELS[text])
     if _HUB_ID.fullmatch(text):

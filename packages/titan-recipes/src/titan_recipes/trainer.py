@@ -70,6 +70,7 @@ class Trainer(titan.Trainer):
         if config.validator.enable:
             validate = self.validator.validate
             self.validator.validate = self._remembering(validate)
+        self._pad_data_to_whole_steps()
         self.shapes = ShapeWatch()
         sizes = [(p.numel(), p.requires_grad) for part in self.model_parts for p in part.parameters()]
         total, trainable = sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains)
@@ -80,6 +81,14 @@ class Trainer(titan.Trainer):
             raise UserError(
                 f"The recipe expects {config.expected_trainable:,} trainable parameters{where}; {trainable:,} of {total:,} would train."
             )
+
+    def _pad_data_to_whole_steps(self) -> None:
+        """TorchTitan drops a step whose batches the data cannot fill: have the loaders pad the last one."""
+        microbatches = self.num_pipeline_parallel_microbatches
+        if isinstance(self.dataloader, TextDataLoader):
+            self.dataloader.batches_per_step = self.gradient_accumulation_steps * microbatches
+        if self.config.validator.enable and isinstance(self.validator.dl_config, TextDataLoader.Config):
+            self.validator.dl_config = replace(self.validator.dl_config, batches_per_step=microbatches)
 
     def _check_ties(self) -> None:
         """Tied weights are one parameter in this layout, or it is refused."""
@@ -135,8 +144,9 @@ class Trainer(titan.Trainer):
             self._report_first_loss(self.expected_loss)
             self.expected_loss = None
 
-    def forward_backward_step(self, **batch: Any) -> torch.Tensor:
-        loss = super().forward_backward_step(**batch)
+    def forward_backward_step(self, *, global_valid_tokens: torch.Tensor, **batch: Any) -> torch.Tensor:
+        """TorchTitan's, which divides by the number of labels: a step without any has loss and gradients 0, not NaN."""
+        loss = super().forward_backward_step(global_valid_tokens=global_valid_tokens.clamp(min=1), **batch)
         self.losses.add(self.step, loss)
         return loss
 
@@ -273,7 +283,7 @@ def validation_data(config: Trainer.Config) -> BaseDataLoader.Config:
     own, train = config.validator.dataloader, config.dataloader
     if not isinstance(train, TextDataLoader.Config):
         return own
-    if isinstance(own, TextDataLoader.Config) and (own.dataset_path or own.documents):
+    if isinstance(own, TextDataLoader.Config) and own.names_data():
         return own
     default = Validator.Config().dataloader
     if isinstance(own, TextDataLoader.Config) or own == default:

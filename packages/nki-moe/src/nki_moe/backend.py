@@ -1,0 +1,45 @@
+"""The one decision: which implementation of the operators runs.
+
+    NKI_MOE_BACKEND=torch   plain torch, on any device
+    NKI_MOE_BACKEND=sim     the kernels, on nki-sim (slow, exact, on CPU)
+    NKI_MOE_BACKEND=nki     the kernels, on Trainium through torch_neuronx
+
+Unset, a `neuron` device gets `nki` and every other device `torch`. What was asked for and is missing is an error.
+"""
+
+import os
+from importlib.util import find_spec
+from typing import Literal, cast
+
+__all__ = ["VARIABLE", "Backend", "choose"]
+
+VARIABLE = "NKI_MOE_BACKEND"
+Backend = Literal["torch", "sim", "nki"]
+
+_NEEDS = {"torch": (), "sim": ("nki_sim",), "nki": ("torch_neuronx", "nki.isa")}
+_REMEDY = {
+    "sim": "pip install 'nki-moe[sim]'",
+    "nki": "use the Neuron DLAMI or AWS's wheels (the packages `nki` and `torch-neuronx` on PyPI are placeholders)",
+}
+
+
+def choose(device_type: str) -> Backend:
+    """The backend for tensors on `device_type`; ValueError for an unknown name, ModuleNotFoundError for a missing one."""
+    name = os.environ.get(VARIABLE) or ("nki" if device_type == "neuron" else "torch")
+    if name not in _NEEDS:
+        raise ValueError(f"{VARIABLE}={name!r} is not a backend; choose one of {', '.join(_NEEDS)} or unset it")
+    missing = [module for module in _NEEDS[name] if not _exists(module)]
+    if missing:
+        asked = f"{VARIABLE}={name} asks" if os.environ.get(VARIABLE) else f"a {device_type!r} tensor asks"
+        raise ModuleNotFoundError(
+            f"{asked} for the {name!r} backend, but {' and '.join(missing)} cannot be imported; {_REMEDY[name]}, "
+            f"or set {VARIABLE}=torch"
+        )
+    return cast(Backend, name)
+
+
+def _exists(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except (ModuleNotFoundError, ValueError):  # a parent is missing, or a stand-in without a spec
+        return False

@@ -1,0 +1,1 @@
+"""The grouped expert MLP: formula, torch implementation, kernels, operator."""

@@ -1,0 +1,108 @@
+"""The operators on Trainium: the kernels as `torch_neuronx.nki_op`s, registered when a neuron tensor first needs them.
+
+What torch_neuronx asks of such a function (2.14, from AWS's documentation): every argument annotated; it calls the kernel, and is
+its own fake implementation; what is no tensor is a hashable constant; gradients are ours to register.
+"""
+
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nki_moe.experts import op as experts
+from nki_moe.rotary import op as rope
+
+__all__ = ["register"]
+
+_checked: dict[str, bool | None] = {}
+
+
+@torch.compiler.assume_constant_result
+def register(device_type: str) -> bool:
+    """Make torch.ops.nki_moe.{grouped_mlp_nki, ..., rope_nki} exist, and prove them once on a small input of known answer.
+
+    RuntimeError, with the versions at hand, when the kernels' answer is not torch's (case in point: SDK upgrades after which kernels
+    of an old namespace imported and returned zeros).
+    """
+    if not hasattr(torch.ops.nki_moe, "grouped_mlp_nki"):
+        _define()
+    if device_type not in _checked:
+        _checked[device_type] = None  # the check itself comes by here
+        try:
+            self_check(device_type)
+        except BaseException:
+            _checked[device_type] = False
+            raise
+        _checked[device_type] = True
+    if _checked[device_type] is False:
+        raise RuntimeError(
+            "nki-moe's self-check failed before in this process; NKI_MOE_BACKEND=torch runs without kernels"
+        )
+    return True
+
+
+def run(kernel: Any, lnc: int, *tensors: Tensor, **constants: Any) -> Any:
+    """Launch on the pair of cores (or the one) of a logical NeuronCore."""
+    import torch_neuronx
+
+    return torch_neuronx.wrap_nki(kernel)[lnc](*tensors, **constants)
+
+
+def _define() -> None:
+    import torch_neuronx
+
+    from nki_moe.experts import launch
+
+    def register(name: str) -> Any:
+        return torch_neuronx.nki_op(f"nki_moe::{name}_nki", mutates_args={})
+
+    @register("rope")
+    def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
+        return rope.launch(q, k, cos, sin, inverse, run)
+
+    work = SimpleNamespace(
+        forward=partial(launch.forward, run=run),
+        backward_data=partial(launch.backward_data, run=run),
+        backward_weights=partial(launch.backward_weights, run=run),
+    )
+    setup, backward = experts.differentiate(experts.define(register, lambda _: work))
+    torch.library.register_autograd("nki_moe::grouped_mlp_nki", backward, setup_context=setup)
+    setup, backward = rope.differentiate(turn)
+    torch.library.register_autograd("nki_moe::rope_nki", backward, setup_context=setup)
+
+
+def self_check(device_type: str) -> None:
+    """Compare a small forward and backward with torch's; RuntimeError when they differ."""
+    from nki_moe.experts import host
+
+    generator = torch.Generator().manual_seed(0)
+    counts_E = torch.tensor([3, 0, 37])
+    shapes = ((40, 256), (3, 256, 256), (3, 256, 256), (3, 256, 256))
+    x, w1, w2, w3 = ((torch.randn(s, generator=generator) * 0.2).bfloat16() for s in shapes)
+    y, saved = host.forward(x, counts_E, w1, w2, w3, None, None, True)
+    dx, _, dgu = host.backward_data(y, counts_E, w1, w2, w3, None, None, saved)
+    wanted = {"y": y, "dx": dx, "dw2": host.backward_weights(y, x, counts_E, None, None, saved, dgu)[1]}
+
+    ours = [t.to(device_type).requires_grad_() for t in (x, w1, w2, w3)]
+    out = experts.grouped_mlp(ours[0], counts_E.to(device_type), *ours[1:])
+    dx, dw2 = torch.autograd.grad(out, [ours[0], ours[2]], y.to(device_type))
+    for name, found in (("y", out), ("dx", dx), ("dw2", dw2)):
+        found, expected = found.detach().cpu().float(), wanted[name].float()
+        error = float((found - expected).norm() / expected.norm())
+        if not error < 2e-2:
+            zeros = " (all zeros)" if not found.any() else ""
+            raise RuntimeError(
+                f"nki-moe self-check: the kernels' {name} on a fixed small input differs from torch's by {error:.1e} relative{zeros}, "
+                f"at most 2e-2 expected. Found nki {_version('nki')}, torch-neuronx {_version('torch-neuronx')}, neuronx-cc "
+                f"{_version('neuronx-cc')}; docs/kernels.md names versions that go together. NKI_MOE_BACKEND=torch runs without kernels"
+            )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "(not installed)"

@@ -1,0 +1,23 @@
+"""Running kernels on nki-sim. A program is traced once for its shapes and constants, and then run on any values: a kernel that
+let a routing into its program could not work here.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["run"]
+
+_programs: dict[Any, Any] = {}
+
+
+def run(kernel: Any, lnc: int, *tensors: Tensor, **constants: Any) -> Any:
+    """What kernel[lnc](*tensors, **constants) returns."""
+    from nki_moe.toolchain import nki
+
+    key = (kernel, lnc, *((tuple(t.shape), t.dtype) for t in tensors), *sorted(constants.items()))
+    if key not in _programs:
+        _programs[key] = nki.trace(kernel[lnc], tensors, **constants)
+    # What forward keeps has columns for any routing; those past the last expert's stay unwritten, and unread.
+    with nki.checks(record=("unwritten-output",)):
+        return _programs[key].run(*tensors, **constants).outputs

@@ -1,0 +1,15 @@
+"""NKI kernels on any CPU: strict where Trainium2 is strict, with a modelled cost for every engine.
+
+`import nki_sim as nki, nki_sim.language as nl, nki_sim.isa as nisa` writes a kernel; nki_sim.install() lets kernels that
+import `nki` run unchanged.
+"""
+
+from nki_sim import isa, language
+from nki_sim.cost import Model
+from nki_sim.errors import NkiError, checks
+from nki_sim.install import install, uninstall
+from nki_sim.kernel import Kernel, Program, Run, Spec, jit, run, simulate, trace
+from nki_sim.report import Report, report
+
+__all__ = ["Kernel", "Model", "NkiError", "Program", "Report", "Run", "Spec", "checks", "install", "isa"]
+__all__ += ["jit", "language", "report", "run", "simulate", "trace", "uninstall"]

@@ -1,0 +1,38 @@
+"""nki.isa: the instructions, one file an engine, and the enumerations they take."""
+
+from typing import Any
+
+from nki_sim import errors
+from nki_sim.constants import dge_mode, dma_engine, engine, matmul_perf_mode, nc_version, oob_mode, reduce_cmd
+from nki_sim.errors import NkiError as NkiValidationError
+from nki_sim.isa import control, dma, gpsimd, scalar, tensor, vector  # noqa: F401  (they declare INSTRUCTIONS)
+from nki_sim.isa.control import register_alloc
+from nki_sim.program import Instr as NkiInstruction
+from nki_sim.rules import INSTRUCTIONS
+from nki_sim.tensor import VirtualRegister
+
+__all__ = ["NkiInstruction", "NkiValidationError", "VirtualRegister", "register_alloc"]  # and INSTRUCTIONS
+__all__ += ["dge_mode", "dma_engine", "engine", "matmul_perf_mode", "nc_version", "oob_mode", "reduce_cmd"]
+
+tensor_engine, vector_engine, scalar_engine = engine.tensor, engine.vector, engine.scalar
+gpsimd_engine, unknown_engine = engine.gpsimd, engine.unknown
+TRN3_ONLY = ("nc_matmul_mx", "quantize_mx", "activate2", "exponential", "rand2")
+
+
+def get_nc_version() -> nc_version:
+    """The generation modelled: gen3 (Trn2)."""
+    return nc_version.gen3
+
+
+def get_nc_sub_version() -> int:
+    """The first silicon revision."""
+    return 0
+
+
+def __getattr__(name: str) -> Any:
+    if name in INSTRUCTIONS:
+        return INSTRUCTIONS[name]
+    if name.startswith("__"):
+        raise AttributeError(name)
+    why = "target: needs NeuronCore-v4 (Trn3); trn2 is modelled" if name in TRN3_ONLY else "not modelled by nki-sim"
+    errors.unsupported(f"nisa.{name}", why)

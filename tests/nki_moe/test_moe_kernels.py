@@ -1,0 +1,226 @@
+"""The contract: the three expert kernels compute the definition and its gradients on nki-sim, within 1e-2 in bfloat16 and 1e-5 in
+float32, for every routing, on one core and on two, in every interleaving; rows of no expert never leak in; and one traced
+program serves all routings.
+"""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import nki_moe
+import nki_sim
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from moe_cases import check_grouped, check_routed, definition, problem, with_gradients
+from nki_moe import simulated
+from nki_moe.experts import launch, reference
+from nki_moe.tiling import TAIL_ROWS, TILE, columns, routing
+
+BF16, FP32 = torch.bfloat16, torch.float32
+ROWS, E, D, F = 1300, 5, 256, 256  # one shape, so that one trace serves the sweep
+
+
+@pytest.fixture(autouse=True)
+def simulated_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NKI_MOE_BACKEND", "sim")
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
+
+
+def cut(rows: int, cuts: list[float], spare: float) -> list[int]:
+    """Counts of E experts that add up to about rows * (1 - spare)."""
+    total = int(rows * (1 - spare))
+    edges = [0, *sorted(int(c * total) for c in cuts), total]
+    return [b - a for a, b in pairwise(edges)]
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.lists(st.floats(0, 1), min_size=E - 1, max_size=E - 1), st.sampled_from([0.0, 0.0, 0.3]))
+@example([0.0, 0.0, 1.0, 1.0], 0.0)  # one expert owns everything, the others nothing
+@example([1.0, 1.0, 1.0, 1.0], 0.999)  # one row
+@example([0.0, 0.4, 0.405, 0.6], 0.01)
+def test_any_routing_on_two_cores(cuts: list[float], spare: float) -> None:
+    check_grouped(nki_moe.grouped_mlp, cut(ROWS, cuts, spare), ROWS, D, F, BF16)
+
+
+@pytest.mark.parametrize("counts", [[512, 640, 0, 33, 64], [31, 32, 65, 129, 383], [1300, 0, 0, 0, 0], [0, 0, 0, 0, 7]])
+def test_every_kind_of_tile(counts: list[int]) -> None:
+    check_grouped(nki_moe.grouped_mlp, counts, ROWS, D, F, BF16)
+
+
+@pytest.mark.parametrize("lnc", ["1", "2"])
+@pytest.mark.parametrize(("shape", "counts"), [((3, 256, 256), [40, 0, 90]), ((1, 512, 256), [9])])
+def test_float32_is_exact_to_1e_5(monkeypatch: pytest.MonkeyPatch, lnc: str, shape: Any, counts: list[int]) -> None:
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", lnc)
+    E, D, F = shape
+    assert len(counts) == E
+    check_grouped(nki_moe.grouped_mlp, counts, sum(counts) + 3, D, F, FP32)
+
+
+def test_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
+    check_grouped(nki_moe.grouped_mlp, [600, 0, 97], 700, 384, 128, BF16)
+
+
+def test_splits_of_f_and_d_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What 235B needs (its weights exceed SBUF), at a size that runs quickly: SBUF made to look small."""
+    monkeypatch.setattr("nki_moe.limits.SBUF_BYTES", 26_000)
+    fit = nki_moe.check(140, 2, 512, 512)
+    assert fit.backward_data.f_splits > 1 and fit.backward_weights.f_splits > 1 and not fit.forward.ahead
+    check_grouped(nki_moe.grouped_mlp, [13, 120], 140, 512, 512, BF16)
+
+
+@pytest.mark.parametrize(("lnc", "dtype"), [("2", BF16), ("1", FP32)])
+def test_gather_and_combine_in_the_kernels(monkeypatch: pytest.MonkeyPatch, lnc: str, dtype: torch.dtype) -> None:
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", lnc)
+    check_routed(nki_moe.routed_mlp, 300, 4, 2, 256, 256, dtype)
+
+
+def test_all_interleavings_of_the_cores_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    def every_order(kernel: Any, lnc: int, *tensors: Any, **constants: Any) -> Any:
+        with nki_sim.checks(record=("unwritten-output",)):
+            return nki_sim.simulate(kernel[lnc], order="all")(*tensors, **constants)
+
+    x, counts, weights = problem([40, 0, 90], 130, 256, 256, BF16)
+    y, saved = launch.forward(x.detach(), counts, *weights, None, None, True, every_order)
+    wanted = definition(reference.grouped_mlp, x, counts, *weights)
+    assert float((y.float() - wanted["y"]).norm() / wanted["y"].norm()) < 1e-2
+    dgu = launch.backward_data(y, counts, *weights, None, None, saved, every_order)[2]
+    launch.backward_weights(y, x.detach(), counts, None, None, saved, dgu, every_order)
+
+
+def routings(many: int, rows: int, E: int) -> Iterator[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    for i in range(many):
+        share = torch.rand(E, generator=generator) ** (1 + i % 7)  # from even to one expert owning nearly all
+        used = rows if i % 3 else rows - i
+        yield torch.multinomial(share, used, replacement=True, generator=generator).bincount(minlength=E).tolist()
+
+
+def test_one_program_serves_a_hundred_routings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel is traced once (values cannot be read then), each routing runs from that trace, and a fresh trace with other
+    counts has the same hash."""
+    monkeypatch.setattr(simulated, "_programs", {})
+    for counts in routings(100, 200, 4):
+        x, counts_E, weights = problem(counts, 200, 256, 256, BF16)
+        y = launch.forward(x.detach(), counts_E, *weights, None, None, False)[0]
+        wanted = reference.grouped_mlp(x.detach().float().nan_to_num(0), counts_E, *(w.float() for w in weights))
+        assert ((y.float() - wanted).norm() <= 1e-2 * wanted.norm()).item()
+    ((key, program),) = simulated._programs.items()
+    kernel, lnc = key[:2]
+    constants = {item[0]: item[1] for item in key[2:] if isinstance(item[0], str)}
+    for counts in ([200, 0, 0, 0], [1, 2, 3, 4]):
+        t = routing(torch.tensor(counts), 200, None, None)
+        tables = (t.plan, t.load, t.store, t.clear, t.source, t.inverse, t.scores)
+        again = nki_sim.trace(kernel[lnc], (x, *weights, *tables), **constants)
+        assert again.hash == program.hash
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 1500), min_size=1, max_size=6), st.integers(0, 300))
+def test_tiles_cover_each_experts_rows_once_with_at_most_127_of_padding(counts: list[int], spare: int) -> None:
+    rows = max(1, sum(counts) + spare)
+    t = routing(torch.tensor(counts), rows, None, None)
+    written, ends = [], []
+    for e, n in enumerate(counts):
+        row, column, full, pairs, odd, *flags = t.plan[e].tolist()
+        tails = flags[: len(TAIL_ROWS)]
+        assert 2 * pairs + odd == full and sum(tails) == (n % TILE > 0)
+        size = sum(flag * length for flag, length in zip(tails, TAIL_ROWS, strict=True))
+        assert 0 <= full * TILE + size - n <= 127 and column % 128 == 0
+        stored = [r for r in t.store[e, :size].tolist() if r < rows] if size else []
+        written += [*range(row, row + full * TILE), *stored]
+        assert not size or t.real[e, :size].sum() == len(stored)
+        assert set(t.load[e].tolist()) <= set(range(row, row + max(n, 1))) or not n
+        ends.append(column + full * TILE + size)
+    assert written == list(range(sum(counts)))
+    assert max(ends) <= columns(rows, len(counts))
+    cleared = t.clear[: int(t.plan[-1, 2])].flatten()
+    assert sorted(r for r in cleared.tolist() if r < rows) == list(range(sum(counts), rows))
+
+
+def test_two_layers_with_kernels_in_one_graph_and_experts_without_tokens() -> None:
+    """Embedded twice with other operators between, not only alone; an expert without a token must not send a gather astray."""
+    x, experts, scores, weights = (*_layers()[:2], *_layers()[2:])
+
+    def two_layers(x: torch.Tensor, scores: torch.Tensor, *w: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            normed = torch.nn.functional.rms_norm(x, x.shape[-1:])
+            x = x + nki_moe.routed_mlp(normed, experts, scores, *w)
+        return x
+
+    def defined(x: torch.Tensor, scores: torch.Tensor, *w: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            normed = torch.nn.functional.rms_norm(x, x.shape[-1:])
+            x = x + reference.routed_mlp(normed, experts, scores, *w)
+        return x
+
+    found = with_gradients(two_layers, x, scores, *weights)
+    wanted = definition(defined, x, scores, *weights)
+    for name in wanted:
+        assert float((found[name].float() - wanted[name]).norm()) <= 2e-2 * float(wanted[name].norm()), name
+
+
+def _layers() -> tuple[Any, ...]:
+    from moe_cases import routed_problem
+
+    x, experts, scores, weights = routed_problem(300, 4, 2, 256, 256, BF16)
+    return x, experts % 3, scores, weights  # expert 3 gets no token
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("lnc", [1, 2])
+@pytest.mark.parametrize(
+    ("D", "F", "E"), [(2048, 768, 128), (4096, 1536, 128), (6144, 2560, 160), (512, 256, 1), (6144, 256, 8)]
+)
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_real_sizes_stay_within_sbuf_and_psum(D: int, F: int, E: int, lnc: int, dtype: torch.dtype) -> None:
+    """Traced by shape; nki-sim refuses what exceeds capacity, and check() promised no less than is used."""
+    trace_all(4096, E, D, F, lnc, dtype)
+
+
+def test_235b_stays_within_sbuf_and_psum() -> None:
+    trace_all(4096, 128, 4096, 1536, 2, BF16)
+
+
+def trace_all(R: int, E: int, D: int, F: int, lnc: int, dtype: torch.dtype) -> None:
+    used: list[int] = []
+
+    def only_trace(kernel: Any, cores: int, *tensors: Any, **constants: Any) -> Any:
+        program = nki_sim.trace(kernel[cores], tensors, **constants)
+        used.append(program.usage.sbuf)
+        results = program.cores[0].result
+        return tuple(torch.empty(view.shape, dtype=getattr(torch, str(view.dtype)), device="meta") for view in results)
+
+    def meta(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NEURON_LOGICAL_NC_CONFIG", str(lnc))
+        counts = torch.full((E,), R // E)
+        x, w1, w2 = meta(R, D), meta(E, F, D), meta(E, D, F)
+        y, saved = launch.forward(x, counts, w1, w2, w1, None, None, True, only_trace)
+        _, _, dgu = launch.backward_data(y, counts, w1, w2, w1, None, None, saved, only_trace)
+        launch.backward_weights(y, x, counts, None, None, saved, dgu, only_trace)
+        fit = nki_moe.check(R, E, F, D, dtype=dtype)
+    assert max(used) <= fit.sbuf_bytes
+
+
+@pytest.mark.soak
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, 12),
+    st.sampled_from([256, 512, 768]),
+    st.sampled_from([256, 512]),
+    st.integers(1, 900),
+    st.sampled_from(["1", "2"]),
+    st.sampled_from([BF16, FP32]),
+    st.integers(0, 2**31),
+)
+def test_any_shape_and_routing(E: int, D: int, F: int, rows: int, lnc: str, dtype: torch.dtype, seed: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NEURON_LOGICAL_NC_CONFIG", lnc)
+        share = torch.rand(E, generator=torch.Generator().manual_seed(seed)) ** (seed % 7)
+        counts = torch.multinomial(share, rows, replacement=True).bincount(minlength=E).tolist()
+        check_grouped(nki_moe.grouped_mlp, counts, rows + seed % 5, D, F, dtype)

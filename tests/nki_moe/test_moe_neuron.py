@@ -1,0 +1,83 @@
+"""The contract: the branch that runs on Trainium registers annotated functions through torch_neuronx, launches the kernels on both cores,
+differentiates, compiles whole and once, and proves itself before first use. Run against a strict stand-in (moe_neuron_stub.py).
+"""
+
+from collections.abc import Iterator
+
+import moe_neuron_stub as stub
+import nki_moe
+import nki_sim
+import pytest
+import torch
+from moe_cases import assert_close, definition, problem, with_gradients
+from nki_moe import neuron
+from nki_moe.experts import launch, reference
+from torch._dynamo.testing import CompileCounterWithBackend
+
+
+@pytest.fixture(autouse=True)
+def on_neuron(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    stub.install(monkeypatch)
+    yield
+    nki_sim.uninstall()
+
+
+def test_runs_the_kernels_eagerly_on_both_cores_after_proving_them() -> None:
+    x, counts, weights = problem([3, 0, 37], 40, 256, 256, torch.bfloat16)
+    stub.LAUNCHES.clear()
+    found = with_gradients(nki_moe.grouped_mlp, x, counts, *weights)
+    assert_close(found, definition(reference.grouped_mlp, x, counts, *weights), 1e-2)
+    assert set(stub.LAUNCHES) == {("forward", 2), ("backward_data", 2), ("backward_weights", 2)}
+
+
+def test_compiles_whole_and_once_whatever_the_counts() -> None:
+    x, _, weights = problem([3, 0, 37], 40, 256, 256, torch.bfloat16)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(nki_moe.grouped_mlp, fullgraph=True, backend=counter)
+    for counts in ([3, 0, 37], [40, 0, 0], [0, 20, 1]):
+        counts_E = torch.tensor(counts)
+        with torch.no_grad():
+            assert torch.equal(compiled(x, counts_E, *weights), nki_moe.grouped_mlp(x, counts_E, *weights)), counts
+    assert counter.frame_count == 1
+    found = with_gradients(compiled, x, torch.tensor([1, 2, 3]), *weights)
+    assert found.keys() == {"y", *"abcd"}
+
+
+def test_rope_runs_eagerly_and_compiled() -> None:
+    q, k = (torch.randn(1, 64, n, 32, requires_grad=True) for n in (2, 1))
+    theta = torch.rand(64, 16).repeat(1, 2)
+    stub.LAUNCHES.clear()
+    out = nki_moe.rope(q, k, theta.cos(), theta.sin())
+    back = torch.autograd.grad(out, [q, k], [t.detach() for t in out])
+    torch.testing.assert_close(back, (q.detach(), k.detach()))
+    compiled = torch.compile(nki_moe.rope, fullgraph=True, backend="aot_eager")
+    assert all(torch.equal(a, b) for a, b in zip(compiled(q, k, theta.cos(), theta.sin()), out, strict=True))
+    assert ("rope", 2) in stub.LAUNCHES
+
+
+def test_kernels_that_return_zeros_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    neuron.register("cpu")
+    real = stub.wrap_nki.__call__
+
+    def zeros(*args: object, **kwargs: object) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.zeros_like(t) for t in real(*args, **kwargs))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(stub.wrap_nki, "__call__", zeros)
+    with pytest.raises(RuntimeError, match=r"self-check: the kernels' y .*\(all zeros\).*Found nki .*neuronx-cc"):
+        neuron.self_check("cpu")
+
+
+def test_a_failed_self_check_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    neuron.register("cpu")
+    monkeypatch.setattr(neuron, "_checked", {"cpu": False})
+    with pytest.raises(RuntimeError, match="failed before in this process"):
+        neuron.register("cpu")
+
+
+def test_what_the_limits_refuse_never_reaches_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    neuron.register("cpu")
+    stub.LAUNCHES.clear()
+    w = torch.zeros(2, 384, 256)
+    with pytest.raises(ValueError, match="nearest: 256 or 512"):
+        nki_moe.grouped_mlp(torch.zeros(4, 256), torch.tensor([2, 2]), w, w.mT.contiguous(), w)
+    assert not stub.LAUNCHES and launch.saved_shape(1, 1, 256) == (3, 128, 256)

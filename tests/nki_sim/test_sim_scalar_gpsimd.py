@@ -1,0 +1,160 @@
+"""The contract: activation functions with scale, bias and running sums; GpSimd's patterns, gathers and cross-partition sums."""
+
+from math import erf, pi
+
+import ml_dtypes
+import nki_sim.isa as nisa
+import nki_sim.language as nl
+import numpy as np
+import pytest
+from sim_harness import hbm, ps, randn, refused, run, sb
+
+P, N = 16, 40
+SIGMOID = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731
+FUNCTIONS = {
+    "copy": lambda x: x,
+    "square": np.square,
+    "sigmoid": SIGMOID,
+    "relu": lambda x: np.maximum(x, 0),
+    "silu": lambda x: x * SIGMOID(x),
+    "gelu": lambda x: x * (1 + np.vectorize(erf)(x / np.sqrt(2))) / 2,
+    "gelu_apprx_tanh": lambda x: x / 2 * (1 + np.tanh(np.sqrt(2 / pi) * (x + 0.044715 * x**3))),
+    "gelu_apprx_sigmoid": lambda x: x * SIGMOID(1.702 * x),
+    "tanh": np.tanh,
+    "softplus": lambda x: np.log1p(np.exp(x)),
+    "mish": lambda x: x * np.tanh(np.log1p(np.exp(x))),
+    "erf": np.vectorize(erf),
+    "exp": np.exp,
+    "log": lambda x: np.log(np.abs(x)),
+    "sqrt": lambda x: np.sqrt(np.abs(x)),
+    "rsqrt": lambda x: 1 / np.sqrt(np.abs(x)),
+    "reciprocal": lambda x: 1 / x,
+    "sin": np.sin,
+    "arctan": np.arctan,
+    "sign": np.sign,
+    "abs": np.abs,
+}
+DERIVATIVES = {"silu_dx": "silu", "gelu_dx": "gelu", "gelu_apprx_sigmoid_dx": "gelu_apprx_sigmoid", "erf_dx": "erf"}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_activation_function_matches_its_definition(name):
+    x = np.clip(randn(P, N), -3, 3)
+    x = np.abs(x) if name in ("log", "sqrt", "rsqrt") else x
+    got = run(lambda d, a: nisa.activation(d, getattr(nl, name), a), x, dst=((P, N), "float32"))
+    np.testing.assert_allclose(got, FUNCTIONS[name](x.astype(np.float64)), rtol=2e-6, atol=5e-7)
+
+
+@pytest.mark.parametrize("name", DERIVATIVES)
+def test_derivatives_match_finite_differences(name):
+    x = np.clip(randn(P, N), -3, 3).astype(np.float64)
+    f, h = FUNCTIONS[DERIVATIVES[name]], 1e-5
+    got = run(lambda d, a: nisa.activation(d, getattr(nl, name), a), x.astype(np.float32), dst=((P, N), "float32"))
+    np.testing.assert_allclose(got, (f(x + h) - f(x - h)) / (2 * h), rtol=1e-4, atol=1e-5)
+
+
+def test_activation_applies_scale_then_bias_as_columns_or_numbers():
+    x, s, b = randn(P, N), randn(P, 1, seed=1), randn(P, 1, seed=2)
+    got = run(lambda d, a, c, e: nisa.activation(d, nl.exp, a, bias=e, scale=c), x, s, b, dst=((P, N), "float32"))
+    np.testing.assert_allclose(got, np.exp(x * s + b), rtol=1e-6)
+    got = run(lambda d, a: nisa.activation(d, nl.copy, a, bias=1.0, scale=0.5), x, dst=((P, N), "bfloat16"))
+    assert got.tobytes() == (x * np.float32(0.5) + np.float32(1)).astype(ml_dtypes.bfloat16).tobytes()
+
+
+def test_activation_sums_persist_in_the_registers_and_before_rounding():
+    x = randn(P, N)
+    cmd = nisa.reduce_cmd
+
+    def body(d, a):
+        narrow = nl.ndarray((P, N), "bfloat16")
+        nisa.activation(narrow, nl.exp, a, reduce_cmd=cmd.reset_reduce)
+        nisa.activation(narrow, nl.square, a, reduce_op=nl.add, reduce_res=d, reduce_cmd=cmd.reduce)
+
+    np.testing.assert_allclose(
+        run(body, x, dst=((P, 1), "float32"))[:, 0], np.exp(x).sum(1) + (x * x).sum(1), rtol=1e-5
+    )
+
+    def reduce(d, a):
+        nisa.activation_reduce(nl.ndarray((P, N), "float32"), nl.exp, a, nl.add, d, scale=2.0)
+
+    np.testing.assert_allclose(run(reduce, x, dst=((P, 1), "float32"))[:, 0], np.exp(2 * x).sum(1), rtol=1e-5)
+
+
+def test_sin_outside_its_range_is_refused_rather_than_answered():
+    assert "pi" in refused(
+        "activation-range", lambda: nisa.activation(sb(8, 4), nl.sin, nl.full((8, 4), 9.0, "float32"))
+    )
+
+
+def test_iota_and_affine_select_follow_their_pattern():
+    got = run(lambda d: nisa.iota(d, [[10, 3], [1, 4]], offset=5, channel_multiplier=100), dst=((P, 12), "int32"))
+    p, i, j = np.ogrid[:P, :3, :4]
+    np.testing.assert_array_equal(got, (5 + 100 * p + 10 * i + j).reshape(P, 12))
+    x = randn(P, N)
+    got = run(lambda d, a: nisa.affine_select(d, [[-1, N]], 1, a, -9.0, nl.greater_equal), x, dst=((P, N), "float32"))
+    np.testing.assert_array_equal(got, np.where(np.arange(P)[:, None] >= np.arange(N), x, -9))
+
+
+def test_gathers_take_by_partition_and_by_group_of_sixteen():
+    x = randn(32, N)
+    index = np.random.default_rng(0).integers(0, N, (32, 6))
+    got = run(lambda d, a, i: nisa.nc_n_gather(d, a, i), x, index.astype(np.uint32), dst=((32, 6), "float32"))
+    np.testing.assert_array_equal(got, np.take_along_axis(x, index, axis=1))
+    index = np.random.default_rng(1).integers(0, N // 2, (32, 2)) * 2
+    args = {"num_elem_per_idx": 2, "num_valid_indices": 20}
+    got = run(lambda d, a, i: nisa.local_gather(d, a, i, **args), x, index.astype(np.uint16), dst=((32, 40), "float32"))
+    for g in range(2):
+        flat = index[16 * g : 16 * g + 16].flatten(order="F")[:20]
+        at = (flat[:, None] + np.arange(2)).reshape(-1)
+        np.testing.assert_array_equal(got[16 * g : 16 * g + 16], x[16 * g : 16 * g + 16][:, at])
+
+
+@pytest.mark.parametrize(("name", "fold"), [("add", np.sum), ("average", np.mean), ("maximum", np.max)])
+def test_tensor_partition_reduce_folds_partitions(name, fold):
+    x = randn(100, N)
+    got = run(lambda d, a: nisa.tensor_partition_reduce(d, getattr(nl, name), a), x, dst=((1, N), "float32"))
+    np.testing.assert_allclose(got[0], fold(x, axis=0), rtol=1e-5, atol=1e-6)
+
+
+def test_nonzero_with_count_reads_and_writes_every_sixteenth_partition_only():
+    x = np.zeros((32, 8), np.int32)
+    x[0, [1, 2, 5]], x[16, 7], x[1] = 1, 3, 1
+    before = np.full((32, 9), -5, np.int32)
+    got = run(lambda d, a: nisa.nonzero_with_count(d, a, index_offset=16), x, dst=((32, 9), "int32"), before=before)
+    assert got[0].tolist() == [17, 18, 21, -1, -1, -1, -1, -1, 3] and got[16].tolist() == [23] + [-1] * 7 + [1]
+    assert (np.delete(got, [0, 16], axis=0) == -5).all()
+
+
+I32, U32, U16 = {"dtype": "int32"}, {"dtype": "uint32"}, {"dtype": "uint16"}
+REFUSALS = [
+    ("op", lambda: nisa.activation(sb(8, 4), nl.add, sb(8, 4))),
+    ("op", lambda: nisa.activation(sb(8, 4), nl.exp, sb(8, 4), reduce_op=nl.maximum)),
+    ("dtype", lambda: nisa.activation(sb(8, 4), nl.exp, sb(8, 4), scale=sb(8, 1, dtype="bfloat16"))),
+    ("shape", lambda: nisa.activation(sb(8, 4), nl.exp, sb(8, 4), bias=sb(8, 4))),
+    ("shape", lambda: nisa.activation(sb(8, 4), nl.exp, sb(8, 5))),
+    ("buffer", lambda: nisa.activation(hbm(8, 4), nl.exp, sb(8, 4))),
+    ("op", lambda: nisa.activation_reduce(sb(8, 4), nl.exp, sb(8, 4), nl.maximum, sb(8, 1))),
+    ("buffer", lambda: nisa.iota(ps(8, 4), [[1, 4]])),
+    ("shape", lambda: nisa.iota(sb(8, 4), [[1, 5]])),
+    ("access-pattern", lambda: nisa.iota(sb(8, 4), [[1, 4], [1, 1], [1, 1], [1, 1], [1, 1]])),
+    ("buffer", lambda: nisa.affine_select(sb(8, 4), [[1, 4]], 0, ps(8, 4), 0.0)),
+    ("op", lambda: nisa.affine_select(sb(8, 4), [[1, 4]], 0, sb(8, 4), 0.0, cmp_op=nl.bitwise_and)),
+    ("dtype", lambda: nisa.nc_n_gather(sb(8, 4), sb(8, 4), sb(8, 4, **I32))),
+    ("dtype", lambda: nisa.nc_n_gather(sb(8, 4, **I32), sb(8, 4), sb(8, 4, **U32))),
+    ("out-of-bounds", lambda: nisa.nc_n_gather(sb(8, 4), sb(8, 4), nl.full((8, 4), 4, "uint32"))),
+    ("dtype", lambda: nisa.local_gather(sb(16, 16), sb(16, 4), sb(16, 1, **I32))),
+    ("shape", lambda: nisa.local_gather(sb(8, 16), sb(8, 4), sb(8, 1, **U16))),
+    ("value", lambda: nisa.local_gather(sb(16, 48), sb(16, 4), sb(16, 1, **U16), num_elem_per_idx=3)),
+    ("value", lambda: nisa.local_gather(sb(16, 17), sb(16, 4), sb(16, 1, **U16), num_valid_indices=17)),
+    ("out-of-bounds", lambda: nisa.local_gather(sb(16, 16), sb(16, 4), nl.full((16, 1), 4, "uint16"))),
+    ("op", lambda: nisa.tensor_partition_reduce(sb(1, 4), nl.multiply, sb(8, 4))),
+    ("shape", lambda: nisa.tensor_partition_reduce(sb(2, 4), nl.add, sb(8, 4))),
+    ("dtype", lambda: nisa.tensor_partition_reduce(sb(1, 4), nl.bitwise_or, sb(8, 4))),
+    ("shape", lambda: nisa.nonzero_with_count(sb(16, 8, **I32), sb(16, 8))),
+    ("dtype", lambda: nisa.nonzero_with_count(sb(16, 9), sb(16, 8))),
+]
+
+
+@pytest.mark.parametrize(("rule", "body"), REFUSALS)
+def test_what_scalar_and_gpsimd_cannot_do_is_refused(rule, body):
+    refused(rule, body)
