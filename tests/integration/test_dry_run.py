@@ -19,12 +19,12 @@ def test_a_dry_run_prints_mesh_memory_and_shapes_of_the_planned_world(tmp_path):
 def test_a_plan_that_cannot_work_is_refused_with_every_reason(tmp_path):
     ended = fork_app(*DRY, "--nproc", "64", "--parallelism.tensor_parallel_degree", "4", "--parallelism.pipeline_parallel_degree",
                      "2", cwd=tmp_path)  # fmt: skip
-    assert ended.code == 1 and "Traceback" not in ended.out
+    assert ended.code == 2 and "Traceback" not in ended.out
     assert "tp 4 does not divide num_key_value_heads 2" in ended.out and "tied embeddings" in ended.out
 
 
 def test_an_unknown_machine_is_refused_by_name_and_a_run_takes_none(tmp_path):
     ended = fork_app(*DRY, "--instance", "trn1.32xlarge", cwd=tmp_path)
-    assert ended.code == 1 and "'trn1.32xlarge' is not in the table" in ended.out
+    assert ended.code == 2 and "'trn1.32xlarge' is not in the table" in ended.out
     ended = fork_app("debug", "--instance", "trn2.48xlarge", cwd=tmp_path)
-    assert ended.code == 1 and "--dry-run" in ended.out
+    assert ended.code == 2 and "--dry-run" in ended.out

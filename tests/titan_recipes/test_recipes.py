@@ -9,8 +9,10 @@ import re
 from pathlib import Path
 
 import pytest
+from neuron_parallel import memory
 from titan_recipes.catalog import list_recipes, load_recipe
 from titan_recipes.defaults import apply_device_defaults
+from titan_recipes.planning import check_plan, plan_of
 from titan_recipes.preflight import world_size_of
 from titan_recipes.rehearsal import Peak, rehearse
 
@@ -69,6 +71,18 @@ def test_a_recipes_docstring_says_its_cores_tokens_mask_memory_and_what_it_was_c
     assert f"{config.model_spec.model.document_mask} mask" in doc
     assert re.search(rf"Checked: .*{world} fake ranks", doc)
     assert config.model_spec.flavor in doc or "qwen3_8b_pretrain" in doc
+
+
+@on_trn2
+def test_the_planner_accepts_a_recipe_and_its_formulas_give_the_memory_that_the_rehearsal_saw(name):
+    """Two ways to the figure: tensors of a rehearsed step in the docstring, neuron-parallel's formulas here."""
+    config = recipe(name)()
+    apply_device_defaults(config, "neuron")
+    world = world_size_of(config)
+    check_plan(config, world, "neuron")
+    plan, shape, how = plan_of(config, world)
+    said = float(re.search(r"([\d.]+) GiB per core", recipe(name).__doc__)[1])
+    assert memory(plan, shape, how).peak.bytes / 2**30 == pytest.approx(said, rel=0.15)
 
 
 @on_trn2

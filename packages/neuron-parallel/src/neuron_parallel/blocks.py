@@ -144,6 +144,7 @@ def _attention(s: Symbols, training: Training) -> list[Op]:
             (x,),
             weight=(heads + 2 * groups) * D * a,
             selective=True,
+            linear=True,
         ),
         Op("split", ("qkv",), {"q": T * heads * a, "k": T * groups * a, "v": T * groups * a}),
         _norm("q norm", "q", "norm(q)", T * H, K, s),
@@ -163,7 +164,7 @@ def _attention(s: Symbols, training: Training) -> list[Op]:
         ops += [Op("all-gather k", ("rotated k",), {"all k": keys}), Op("all-gather v", ("v",), {"all v": keys})]
     ops.append(_kernel(s, training, k, v))
     ops += [
-        Op("wo", ("attended",), {"projected": T * D * a}, ("attended",), weight=heads * D * a),
+        Op("wo", ("attended",), {"projected": T * D * a}, ("attended",), weight=heads * D * a, linear=True),
         *_reduce("projected", "reduced", s),
         Op("residual", ("x", "reduced" if s.tp > 1 else "projected"), {"h": s.t * D * a}, alias=True),
     ]
@@ -199,11 +200,11 @@ def _mlp(s: Symbols) -> list[Op]:
     return [
         _norm("mlp norm", "h", "norm(h)", s.t, D, s),
         *_gather("norm(h)", "gathered h", s),
-        Op("w1", (x,), {"w1(h)": wide}, (x,), weight=D * F * a, selective=True),
+        Op("w1", (x,), {"w1(h)": wide}, (x,), weight=D * F * a, selective=True, linear=True),
         Op("silu", ("w1(h)",), {"silu": wide}, ("w1(h)",)),
-        Op("w3", (x,), {"w3(h)": wide}, (x,), weight=D * F * a),
+        Op("w3", (x,), {"w3(h)": wide}, (x,), weight=D * F * a, linear=True),
         Op("product", ("silu", "w3(h)"), {"product": wide}, ("silu", "w3(h)")),
-        Op("w2", ("product",), {"mlp out": T * D * a}, ("product",), weight=D * F * a, selective=True),
+        Op("w2", ("product",), {"mlp out": T * D * a}, ("product",), weight=D * F * a, selective=True, linear=True),
         *_reduce("mlp out", "reduced mlp out", s),
         Op("residual 2", ("h", "reduced mlp out" if s.tp > 1 else "mlp out"), {"y": s.t * D * a}, alias=True),
     ]
@@ -236,6 +237,7 @@ def _experts(s: Symbols, training: Training) -> list[Op]:
             (x,),
             {"h in fp32": m * D * 4, "gate weight in fp32": E * D * 4} if s.a.value == 2 else {},
             weight=E * D * a,
+            linear=True,
         ),
         Op("softmax", ("gate",), {"probabilities": scores}, ("probabilities",)),
         Op("top-k", (), {"expert ids": m * s.k * 8, "top values": m * s.k * 4}, scratch=m * E, selective=True),

@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,11 @@ def _parser(models: Mapping[str, Mapping[str, Any]]) -> argparse.ArgumentParser:
     parser.add_argument(
         "--global-batch", type=int, help="sequences of an optimizer step (default: one micro-batch a rank)"
     )
-    parser.add_argument("--checkpointing", choices=("none", "selective", "full"), help="default: the fastest that fits")
+    parser.add_argument(
+        "--checkpointing",
+        choices=("none", "linears", "selective", "full"),
+        help="default: the fastest of none, selective and full that fits",
+    )
     parser.add_argument(
         "--attention", choices=("flash", "masked", "math"), default="flash", help="default: flash (no mask)"
     )
@@ -218,7 +222,7 @@ def memory_table(report: Memory, cluster: Cluster, formulas: bool = False) -> st
     return "\n".join(lines)
 
 
-def _print_table(rows: list[tuple[str, ...]]) -> None:
+def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

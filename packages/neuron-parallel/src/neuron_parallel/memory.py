@@ -196,8 +196,9 @@ def _layer_of(plan: ParallelPlan, shape: ModelShape, training: Training, moe: bo
     parts = _parts(ops)
     none = training.checkpointing == "none"
     kept = kept_sizes(ops, x) if none else dict(x)
-    if training.checkpointing == "selective":
-        kept |= {name: size for op in ops if op.selective for name, size in op.makes.items()}
+    if training.checkpointing in ("selective", "linears"):
+        saved = [op for op in ops if op.selective or (op.linear and training.checkpointing == "linears")]
+        kept |= {name: size for op in saved for name, size in op.makes.items()}
     forward = replay_forward(ops, x, none, ("y",))
     live = {**kept, **forward.live} if not none else forward.live
     backward = replay_backward(ops, x, "y")

@@ -98,7 +98,8 @@ class ParallelPlan:
 class Training:
     """What else decides memory and speed. Bytes are per element."""
 
-    checkpointing: Literal["none", "selective", "full"] = "selective"
+    checkpointing: Literal["none", "linears", "selective", "full"] = "selective"
+    """selective: TorchTitan's, every second matrix product again. linears: no linear again (titan_recipes' SaveLinears)."""
     attention: Literal["flash", "masked", "math"] = "flash"
     """flash: a fused causal kernel without a mask. masked: a fused kernel with a dense document mask. math: scores in memory."""
     param_bytes: int = 4

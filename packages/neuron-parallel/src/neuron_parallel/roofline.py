@@ -26,8 +26,8 @@ __all__ = ["EFFICIENCY", "StepTime", "step_time"]
 EFFICIENCY = 0.5
 """Share of the data-sheet peak that matrix products are taken to reach. The best whole run that was published had 46 % MFU."""
 
-_RECOMPUTED = {"none": 0.0, "selective": 0.5, "full": 1.0}
-"""Forward passes repeated: selective checkpointing repeats every second product."""
+_RECOMPUTED = {"none": 0.0, "linears": 0.0, "selective": 0.5, "full": 1.0}
+"""Forward passes repeated: selective checkpointing repeats every second product, "linears" none (expert products aside)."""
 
 
 @dataclass(frozen=True)

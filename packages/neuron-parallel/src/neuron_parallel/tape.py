@@ -39,7 +39,9 @@ class Op:
     part: str = "activations"
     """Part of the report that what it makes and keeps belongs to."""
     selective: bool = False
-    """Whether selective checkpointing saves what it makes."""
+    """Whether TorchTitan's selective checkpointing saves what it makes."""
+    linear: bool = False
+    """A linear's matrix product: selective checkpointing saves every second, "linears" all."""
 
 
 @dataclass
