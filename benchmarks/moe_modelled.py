@@ -174,6 +174,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     for name, marker in (("forward", "o"), ("backward", "s")):
         for lnc, fill in ((2, "full"), (1, "none")):
             points = [r for r in rows if r["pass"] == name and r["lnc"] == lnc]
+            if not points:
+                continue
             axes.plot(
                 [r["intensity"] for r in points],
                 [r["ideal"] * PEAK_FLOPS / 1e12 for r in points],
