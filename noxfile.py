@@ -30,10 +30,11 @@ def in_workspace(session: nox.Session, *command: str) -> None:
 
 
 def pytest(session: nox.Session, name: str, *command: str) -> None:
-    """pytest with a report that .ci/run adds up."""
+    """pytest, two files at a time, with a report that .ci/run adds up. Much of it is one process importing torch or more."""
     reports = ROOT / ".nox" / "reports"
     reports.mkdir(parents=True, exist_ok=True)
-    session.run(*command, f"--junitxml={reports / f'{name}.xml'}", *session.posargs, external=True)
+    workers = ("-n", "2", "--dist", "loadfile")
+    session.run(*command, *workers, f"--junitxml={reports / f'{name}.xml'}", *session.posargs, external=True)
 
 
 @nox.session
@@ -42,9 +43,7 @@ def tests(session: nox.Session, package: str) -> None:
     """One package's tests in its own environment; tests(integration) in the workspace's."""
     folder = f"tests/{import_name(package)}"
     if package == "integration":
-        # Two at a time: most of the time is one process importing TorchTitan or Transformers. A file stays in one worker.
-        workers = ("-n", "2", "--dist", "loadfile")
-        pytest(session, package, "uv", "run", "--quiet", "python", "-m", "pytest", folder, *workers)
+        pytest(session, package, "uv", "run", "--quiet", "python", "-m", "pytest", folder)
         return
     sync = ("uv", "sync", "--quiet", "--package", package, "--no-default-groups", "--group", "test")
     environment = {"UV_PROJECT_ENVIRONMENT": session.virtualenv.location}
