@@ -76,7 +76,10 @@ def layers(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def lock(session: nox.Session) -> None:
     """Regenerate uv.lock and requirements.lock; fail with the diff when the committed file differs (it is then rewritten)."""
-    session.run("uv", "lock", "--quiet", "--upgrade", external=True)  # from nothing, as on a fresh clone
+    (ROOT / "uv.lock").unlink(
+        missing_ok=True
+    )  # from nothing, as on a fresh clone: an old lock leaves its mark on a new one
+    session.run("uv", "lock", "--quiet", external=True)
     with tempfile.TemporaryDirectory() as folder:
         fresh = Path(folder) / "requirements.lock"
         export = (

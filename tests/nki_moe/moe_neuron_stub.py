@@ -47,9 +47,10 @@ class wrap_nki:  # as torch_neuronx spells it
         for constant in constants.values():
             assert not isinstance(constant, torch.Tensor)
             hash(constant)
-        key = (self.kernel.__name__, self.grid, *((tuple(a.shape), a.dtype) for a in args), *sorted(constants.items()))
+        specs = tuple(nki_sim.Spec(tuple(map(int, a.shape)), str(a.dtype).removeprefix("torch.")) for a in args)
+        key = (self.kernel.__name__, self.grid, *((s.shape, str(s.dtype)) for s in specs), *sorted(constants.items()))
         if key not in PROGRAMS:  # as NKI does: by the specification of the arguments
-            PROGRAMS[key] = nki_sim.trace(self.kernel[self.grid], args, **constants)
+            PROGRAMS[key] = nki_sim.trace(self.kernel[self.grid], specs, **constants)
         program = PROGRAMS[key]
         if any(isinstance(a, FakeTensor) for a in args):
             views = program.cores[0].result

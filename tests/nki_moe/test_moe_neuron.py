@@ -30,10 +30,13 @@ def test_runs_the_kernels_eagerly_on_both_cores_after_proving_them() -> None:
     assert set(stub.LAUNCHES) == {("forward", 2), ("backward_data", 2), ("backward_weights", 2)}
 
 
-def test_compiles_whole_and_once_whatever_the_counts() -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles_whole_and_once_whatever_the_counts(dynamic: bool) -> None:
+    """Sizes that torch.compile made symbolic, on its own or because it was told to, are fixed: a kernel has its sizes."""
+    torch._dynamo.reset()
     x, _, weights = problem([3, 0, 37], 40, 256, 256, torch.bfloat16)
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(nki_moe.grouped_mlp, fullgraph=True, backend=counter)
+    compiled = torch.compile(nki_moe.grouped_mlp, fullgraph=True, backend=counter, dynamic=dynamic)
     for counts in ([3, 0, 37], [40, 0, 0], [0, 20, 1]):
         counts_E = torch.tensor(counts)
         with torch.no_grad():
@@ -50,7 +53,7 @@ def test_rope_runs_eagerly_and_compiled() -> None:
     out = nki_moe.rope(q, k, theta.cos(), theta.sin())
     back = torch.autograd.grad(out, [q, k], [t.detach() for t in out])
     torch.testing.assert_close(back, (q.detach(), k.detach()))
-    compiled = torch.compile(nki_moe.rope, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(nki_moe.rope, fullgraph=True, backend="aot_eager", dynamic=True)
     assert all(torch.equal(a, b) for a, b in zip(compiled(q, k, theta.cos(), theta.sin()), out, strict=True))
     assert ("rope", 2) in stub.LAUNCHES
 

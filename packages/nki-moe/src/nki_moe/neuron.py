@@ -45,10 +45,14 @@ def register(device_type: str) -> bool:
 
 
 def run(kernel: Any, lnc: int, *tensors: Tensor, **constants: Any) -> Any:
-    """Launch on the pair of cores (or the one) of a logical NeuronCore."""
+    """Launch on the pair of cores (or the one) of a logical NeuronCore.
+
+    A kernel is compiled for its sizes: where torch.compile has made one symbolic, it is fixed here, with a guard.
+    """
     import torch_neuronx
 
-    return torch_neuronx.wrap_nki(kernel)[lnc](*tensors, **constants)
+    fixed = {name: int(value) if isinstance(value, torch.SymInt) else value for name, value in constants.items()}
+    return torch_neuronx.wrap_nki(kernel)[lnc](*tensors, **fixed)
 
 
 def _define() -> None:
