@@ -34,7 +34,9 @@ def pytest(session: nox.Session, name: str, *command: str) -> None:
     reports = ROOT / ".nox" / "reports"
     reports.mkdir(parents=True, exist_ok=True)
     workers = ("-n", "2", "--dist", "loadfile")
-    session.run(*command, *workers, f"--junitxml={reports / f'{name}.xml'}", *session.posargs, external=True)
+    report = f"--junitxml={reports / f'{name}.xml'}"
+    # A thread each: OpenMP threads that outnumber the cores wait for each other many times longer than they work.
+    session.run(*command, *workers, report, *session.posargs, external=True, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session
