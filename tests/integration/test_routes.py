@@ -57,8 +57,13 @@ def documents() -> list[str]:
     return [f"Document {i}: " + "the quick brown fox " * (1 + 3 * i % 7) for i in range(40)]
 
 
-def first_step(rank: int, folder: Path, route: str, layout: dict[str, int], run: Path) -> dict[str, Any]:
-    """One step of the trainer: this rank's batch, the loss, and all gradients under the Hub's names."""
+def first_step(
+    rank: int, folder: Path, route: str, layout: dict[str, int], run: Path, micro_batches: int = 1, few: bool = False
+) -> dict[str, Any]:
+    """One step of the trainer: this rank's batch, the loss, and all gradients under the Hub's names.
+
+    `few`: the first micro-batch of rank 0 keeps one target a row.
+    """
     from titan_recipes.checkpoint import StepCheckpoints
     from titan_recipes.data import TextDataLoader
     from titan_recipes.defaults import apply_device_defaults
@@ -73,7 +78,8 @@ def first_step(rank: int, folder: Path, route: str, layout: dict[str, int], run:
         hf_assets_path=str(TOKENIZER),
         dataloader=TextDataLoader.Config(documents=documents, holdout=0.0),
         training=TrainingConfig(
-            local_batch_size=BATCH // layout.get("data_parallel_shard_degree", 1),
+            local_batch_size=BATCH // layout.get("data_parallel_shard_degree", 1) // micro_batches,
+            global_batch_size=BATCH,
             seq_len=LENGTH,
             steps=1,
             max_norm=1e9,
@@ -96,6 +102,8 @@ def first_step(rank: int, folder: Path, route: str, layout: dict[str, int], run:
 
     def watched(data: Any) -> Any:
         for batch in data:
+            if few and rank == 0 and not batches:
+                batch[1][:, 1:] = -100
             batches.append([batch[0]["input"], batch[0]["positions"], batch[1]])
             yield batch
 
@@ -116,7 +124,8 @@ def first_step(rank: int, folder: Path, route: str, layout: dict[str, int], run:
     arrays = {
         name: t.numpy() for name, t in hub.items()
     }  # tensors would go through shared memory that dies with the rank
-    return {"batch": [t.numpy() for t in batches[0]], "loss": losses[0], "gradients": arrays if rank == 0 else {}}
+    batch = [torch.cat(parts).numpy() for parts in zip(*batches, strict=True)]
+    return {"batch": batch, "loss": losses[0], "gradients": arrays if rank == 0 else {}}
 
 
 @cache
@@ -163,6 +172,23 @@ def test_the_first_loss_and_all_gradients_are_plain_transformers(
     assert found.keys() == gradients.keys()
     for name, gradient in gradients.items():
         assert_close(name, torch.from_numpy(found[name]), gradient)
+
+
+@pytest.mark.parametrize("degrees, micro_batches", [({}, 2), (LAYOUTS["fsdp"], 1)], ids=["accumulated", "fsdp"])
+def test_a_target_weighs_the_same_whatever_micro_batch_or_rank_it_is_in(
+    folders: dict[str, Path], tmp_path: Path, degrees: dict[str, int], micro_batches: int
+) -> None:
+    """Case 092: parts with 2 targets and with over a hundred give the gradients of one batch with all of them."""
+    os.environ.pop("TORCHELASTIC_RUN_ID", None)
+    arguments = (folders["dense"], "native", degrees, tmp_path, micro_batches, True)
+    ranks = run_ranks(first_step, 2 if degrees else 1, *arguments)
+    batch = [np.concatenate([part["batch"][i] for part in ranks]) for i in range(3)]
+    counts = (batch[2] != -100).sum(1)
+    assert sorted(counts)[:2] == [1, 1] and sorted(counts)[2] > 40, counts
+    loss, gradients = plain(folders["dense"], tuple(array.tobytes() for array in batch))
+    assert ranks[0]["loss"] == pytest.approx(loss, rel=BOUND)
+    for name, gradient in gradients.items():
+        assert_close(name, torch.from_numpy(ranks[0]["gradients"][name]), gradient)
 
 
 def test_nothing_was_patched_for_the_whole_process(folders: dict[str, Path]) -> None:
