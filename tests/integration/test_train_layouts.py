@@ -71,9 +71,12 @@ def resumed(reference, folder, step, *arguments):
     )
 
 
-def test_a_resumed_run_has_the_losses_of_the_unbroken_one(reference, tmp_path):
+def test_a_resumed_run_has_the_losses_of_the_unbroken_one_and_reads_no_initial_weights(reference, tmp_path):
+    """Case 084: a run's own checkpoint wins over initial weights, and the start says so."""
     unbroken = {r["step"]: (r["loss"], r["grad_norm"]) for r in metrics(reference) if "loss" in r}
-    _, records, _ = resumed(reference, tmp_path, 3, *ALONE)
+    initial = ("--checkpoint.initial_load_path", str(reference / "hf"), "--checkpoint.initial_load_in_hf")
+    ended, records, _ = resumed(reference, tmp_path, 3, *ALONE, *initial)
+    assert f"{reference / 'hf'} was not read, since the run has a checkpoint" in ended.out
     assert {s: (r["loss"], r["grad_norm"]) for s, r in records.items()} == {s: unbroken[s] for s in (4, 5, 6)}
 
 
