@@ -136,7 +136,6 @@ def _main(arguments: list[str], recipes: Path) -> int:
         tuple(rest),
         device,
         folder,
-        options.resume,
         _resume_command(arguments, recipe, folder),
         options.model,
         options.route,

@@ -25,7 +25,6 @@ class Options:
     device: str
     """Resolved: neuron, cuda or cpu."""
     dump_folder: str
-    resume: bool
     command: str
     """The command as the user typed it, to print how to resume."""
     model: str | None = None
