@@ -21,7 +21,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-
 LOOKS, PAUSE = 3, 0.001
 """So many looks before a largest is believed, seconds between them."""
 
