@@ -10,6 +10,7 @@ Symbols (all per core, after the plan's division):
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from neuron_parallel.plan import ParallelPlan, Training
 from neuron_parallel.quantity import ZERO, Quantity
@@ -51,43 +52,48 @@ class Symbols:
     @classmethod
     def of(cls, plan: ParallelPlan, shape: ModelShape, training: Training) -> "Symbols":
         """`plan` resolved."""
-        q = Quantity
-        tokens = plan.micro_batch * plan.seq_len // plan.cp
-        between = -(-tokens // plan.tp) if plan.sequence_parallel else tokens
-        routed = -(-tokens // plan.tp) if plan.ep > 1 else tokens
-        copies = routed * shape.num_experts_per_tok
-        rows, text = float(copies), "N"
-        if shape.num_experts and training.dispatcher == "padded":
-            local = shape.num_experts // plan.ep
-            each = -(-int(training.capacity_factor * copies * plan.ep) // (shape.num_experts * 128)) * 128
-            rows, text = float(local * each), f"E/ep*{each}"
-        elif shape.num_experts and plan.ep > 1 and training.imbalance != 1:
-            rows, text = float(int(copies * training.imbalance)), f"N*{training.imbalance}"
-        tp_experts = 1 if plan.ep > 1 else plan.tp
-        return cls(
-            B=q(plan.micro_batch, "B"),
-            S=q(plan.seq_len, "S"),
-            T=q(tokens, "T"),
-            t=q(between, "t"),
-            D=q(shape.hidden_size, "D"),
-            K=q(shape.head_dim, "K"),
-            H=q(shape.num_attention_heads // plan.tp, "H"),
-            G=q(shape.num_key_value_heads // plan.tp, "G"),
-            F=q(-(-shape.intermediate_size // plan.tp), "F"),
-            E=q(shape.num_experts, "E"),
-            k=q(shape.num_experts_per_tok, "k"),
-            M=q(-(-shape.moe_intermediate_size // tp_experts), "M"),
-            m=q(routed, "m"),
-            N=q(copies, "N"),
-            R=q(rows, text),
-            V=q(-(-shape.vocab_size // plan.tp), "V"),
-            a=q(training.compute_bytes, "a"),
-            c=q(training.expert_bytes, "c"),
-            cp=plan.cp,
-            tp=plan.tp,
-            ep=plan.ep,
-            split=plan.sequence_parallel and plan.tp > 1,
-        )
+        return _symbols(plan.without_dp, shape.one_layer, training)
+
+
+@lru_cache(maxsize=8192)
+def _symbols(plan: ParallelPlan, shape: ModelShape, training: Training) -> Symbols:
+    q = Quantity
+    tokens = plan.micro_batch * plan.seq_len // plan.cp
+    between = -(-tokens // plan.tp) if plan.sequence_parallel else tokens
+    routed = -(-tokens // plan.tp) if plan.ep > 1 else tokens
+    copies = routed * shape.num_experts_per_tok
+    rows, text = float(copies), "N"
+    if shape.num_experts and training.dispatcher == "padded":
+        local = shape.num_experts // plan.ep
+        each = -(-int(training.capacity_factor * copies * plan.ep) // (shape.num_experts * 128)) * 128
+        rows, text = float(local * each), f"E/ep*{each}"
+    elif shape.num_experts and plan.ep > 1 and training.imbalance != 1:
+        rows, text = float(int(copies * training.imbalance)), f"N*{training.imbalance}"
+    tp_experts = 1 if plan.ep > 1 else plan.tp
+    return Symbols(
+        B=q(plan.micro_batch, "B"),
+        S=q(plan.seq_len, "S"),
+        T=q(tokens, "T"),
+        t=q(between, "t"),
+        D=q(shape.hidden_size, "D"),
+        K=q(shape.head_dim, "K"),
+        H=q(shape.num_attention_heads // plan.tp, "H"),
+        G=q(shape.num_key_value_heads // plan.tp, "G"),
+        F=q(-(-shape.intermediate_size // plan.tp), "F"),
+        E=q(shape.num_experts, "E"),
+        k=q(shape.num_experts_per_tok, "k"),
+        M=q(-(-shape.moe_intermediate_size // tp_experts), "M"),
+        m=q(routed, "m"),
+        N=q(copies, "N"),
+        R=q(rows, text),
+        V=q(-(-shape.vocab_size // plan.tp), "V"),
+        a=q(training.compute_bytes, "a"),
+        c=q(training.expert_bytes, "c"),
+        cp=plan.cp,
+        tp=plan.tp,
+        ep=plan.ep,
+        split=plan.sequence_parallel and plan.tp > 1,
+    )
 
 
 def block(s: Symbols, training: Training, moe: bool) -> list[Op]:

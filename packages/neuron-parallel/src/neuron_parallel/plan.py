@@ -16,7 +16,7 @@ it is: torchtitan (its own checks or a crash in it), neuron (the device's, from 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from neuron_parallel.hardware import Cluster
@@ -74,6 +74,11 @@ class ParallelPlan:
         """Micro-batches that a rank computes in one optimizer step."""
         return max(1, self.global_batch // (self.micro_batch * self.dp))
 
+    @cached_property
+    def without_dp(self) -> "ParallelPlan":
+        """One data-parallel rank of one stage alone: what does not depend on how many there are is worked out once for all."""
+        return replace(self, dp_replicate=1, dp_shard=self.ep, pp=1, global_batch=-1)
+
     def strides(self) -> dict[str, tuple[int, int]]:
         """(size, distance between neighbouring members in ranks) of each axis with more than one member."""
         inner = self.dp_shard * self.cp * self.tp
@@ -123,6 +128,11 @@ class Training:
     """parallelism.fsdp_reshard_after_forward."""
     selective_keeps_attention: bool = True
     """Whether the attention kernel is on selective checkpointing's list: yes for device kernels, no for torch's CPU kernel."""
+
+    @cached_property
+    def without_mode(self) -> "Training":
+        """The same whatever the checkpointing."""
+        return replace(self, checkpointing="none")
 
 
 @dataclass(frozen=True)
