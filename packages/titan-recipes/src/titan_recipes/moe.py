@@ -25,7 +25,7 @@ from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, Tok
 
 from .dispatch import GatherTokenDispatcher
 
-__all__ = ["Float32Linear", "SameDtypeExperts", "moe_config"]
+__all__ = ["ContiguousRoutedExperts", "Float32Linear", "SameDtypeExperts", "moe_config"]
 
 
 class SameDtypeExperts(GroupedExperts):
@@ -49,6 +49,31 @@ class SameDtypeExperts(GroupedExperts):
         gate_RF = self._grouped_mm(A=x_RD, B_t=w1_EFD.mT, offs=ends_E)
         up_RF = self._grouped_mm(A=x_RD, B_t=w3_EFD.mT, offs=ends_E)
         return self._grouped_mm(A=F.silu(gate_RF) * up_RF, B_t=w2_EDF.mT, offs=ends_E)
+
+
+class ContiguousRoutedExperts(RoutedExperts):
+    """TorchTitan's, for a split of the sequence that is a view: it flattens batch and sequence by `view`.
+
+    With tensor and expert parallelism, and no sequence parallelism before the layer, its tokens come as such a view.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        pass
+
+    def forward(
+        self,
+        x_BLD: torch.Tensor,
+        topk_scores_BLK: torch.Tensor,
+        topk_expert_ids_BLK: torch.Tensor,
+        num_local_tokens_per_expert_E: torch.Tensor,
+    ) -> torch.Tensor:
+        return super().forward(
+            x_BLD.contiguous(),
+            topk_scores_BLK.contiguous(),
+            topk_expert_ids_BLK.contiguous(),
+            num_local_tokens_per_expert_E,
+        )
 
 
 class Float32Linear(Linear):
@@ -78,7 +103,7 @@ def moe_config(config: Qwen3Config, init: Callable[[torch.Tensor], object]) -> M
             score_func="softmax",
             route_norm=config.norm_topk_prob,
         ),
-        routed_experts=RoutedExperts.Config(
+        routed_experts=ContiguousRoutedExperts.Config(
             inner_experts=SameDtypeExperts.Config(
                 dim=config.hidden_size,
                 hidden_dim=config.moe_intermediate_size,
