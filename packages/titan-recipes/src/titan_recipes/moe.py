@@ -21,8 +21,9 @@ from torchtitan.distributed.spmd_types import spmd_mesh_size
 from torchtitan.distributed.utils import get_spmd_backend
 from torchtitan.models.common import Linear
 from torchtitan.models.common.config_utils import make_moe_config
-from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
+from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
 
+from .balance import BalancedRouter
 from .dispatch import GatherTokenDispatcher
 
 __all__ = ["ContiguousRoutedExperts", "Float32Linear", "SameDtypeExperts", "moe_config"]
@@ -88,11 +89,11 @@ class Float32Linear(Linear):
 
 
 def moe_config(config: Qwen3Config, init: Callable[[torch.Tensor], object]) -> MoE.Config:
-    """The MoE of one layer of `config`, its weights drawn by `init`. No load balancing: a Qwen3 has no expert bias."""
+    """The MoE of one layer of `config`, its weights drawn by `init`. No expert bias: a Qwen3 has none."""
     return make_moe_config(
         num_experts=config.num_experts,
         load_balance_coeff=None,
-        router=TokenChoiceTopKRouter.Config(
+        router=BalancedRouter.Config(
             num_experts=config.num_experts,
             gate=Float32Linear.Config(
                 in_features=config.hidden_size,
