@@ -6,14 +6,14 @@ of gloo ranks trains several layouts one after the other, since importing TorchT
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from ranks import run_ranks
 
-__all__ = ["KINDS", "LAYOUTS", "ROUTES", "STEPS", "Layout", "Ran", "make_models", "train_layouts"]
+__all__ = ["KINDS", "LAYOUTS", "ROUTES", "STEPS", "Layout", "Ran", "Route", "alone", "layout", "make_models", "train_layouts"]
 
 STEPS, LENGTH, BATCH = 10, 32, 8
 TOKENIZER = Path(__file__).parents[2] / "recipes" / "debug_tokenizer"
@@ -25,8 +25,37 @@ SIZES: dict[str, Any] = {
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": (0,)}
 KINDS = {"dense": SIZES, "moe": SIZES | EXPERTS}
 
-ROUTES: dict[str, str] = {"native": "native", "transformers": "transformers"}
-"""What a row's route is called, and what `use_model` calls it."""
+
+def stock_experts(spec: Any) -> None:
+    """TorchTitan's own experts, which compute in bfloat16 whatever their parameters are."""
+    from titan_recipes.moe import SameDtypeExperts
+    from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
+
+    for _, config, _, _ in spec.model.traverse(RoutedExperts.Config):
+        ours = config.inner_experts
+        assert type(ours) is SameDtypeExperts.Config
+        config.inner_experts = GroupedExperts.Config(**{f.name: getattr(ours, f.name) for f in fields(ours) if f.init})
+
+
+@dataclass(frozen=True)
+class Route:
+    """A column of the table."""
+
+    name: str
+    use_model: str
+    """What `use_model` calls the route."""
+    kinds: tuple[str, ...] = ("dense", "moe")
+    change: Callable[[Any], None] | None = None
+    """Done to the model spec."""
+    bfloat16: bool = False
+    """Whether part of it computes in bfloat16 whatever the parameters are: then the bound is another."""
+
+
+ROUTES = (
+    Route("native", "native"),
+    Route("transformers", "transformers"),
+    Route("native, stock experts", "native", ("moe",), stock_experts, True),
+)
 
 
 @dataclass(frozen=True)
@@ -43,6 +72,11 @@ class Layout:
         for axis, degree in self.degrees.items():
             ranks *= 1 if axis == "expert_parallel" else degree  # EP takes its ranks from the other axes
         return ranks
+
+    native_only: bool = False
+
+    def suits(self, kind: str, route: "Route") -> bool:
+        return (kind == "moe" or EP not in self.degrees) and not (self.native_only and route.use_model != "native")
 
     @property
     def data_ranks(self) -> int:
@@ -72,7 +106,24 @@ LAYOUTS = (
     Layout("CP2xPP2", {CP: 2, PP: 2}),
     Layout("CP4", {CP: 4}),
     Layout("PP4", {PP: 4}),
+    Layout("TP2 without SP", {TP: 2}, {"enable_sequence_parallel": False}, native_only=True),
+    Layout("FSDP2xTP2 partial_dtensor", {FSDP: 2, TP: 2}, {"spmd_backend": "partial_dtensor"}, native_only=True),
+    Layout("FSDP2 EP2 partial_dtensor", {FSDP: 2, EP: 2}, {"spmd_backend": "partial_dtensor"}, native_only=True),
+    Layout("FSDP2 EP2", {FSDP: 2, EP: 2}),
+    Layout("TP2 EP2", {TP: 2, EP: 2}),
+    Layout("CP2 EP2", {CP: 2, EP: 2}),
+    Layout("FSDP4 EP2", {FSDP: 4, EP: 2}),
+    Layout("FSDP4 EP4", {FSDP: 4, EP: 4}),
+    Layout("HSDP2x2 EP2", {HSDP: 2, FSDP: 2, EP: 2}),
+    Layout("FSDP2xTP2 EP2", {FSDP: 2, TP: 2, EP: 2}),
+    Layout("FSDP2xTP2 EP4", {FSDP: 2, TP: 2, EP: 4}),
+    Layout("FSDP2xCP2 EP2", {FSDP: 2, CP: 2, EP: 2}),
+    Layout("FSDP2xPP2 EP2", {FSDP: 2, PP: 2, EP: 2}),
 )
+
+
+def layout(name: str) -> Layout:
+    return next(layout for layout in LAYOUTS if layout.name == name)
 
 
 @dataclass(frozen=True)
@@ -103,8 +154,13 @@ def make_models(root: Path) -> dict[str, Path]:
     return {kind: root / kind for kind in KINDS}
 
 
+def alone(folder: Path, route: Route, run: Path, steps: int = STEPS) -> Ran:
+    """The single process that a route's layouts are compared with."""
+    return train_layouts(folder, route, LAYOUTS[:1], run, steps)[LAYOUTS[0].name][0]
+
+
 def train_layouts(
-    folder: Path, route: str, layouts: Sequence[Layout], run: Path, steps: int = STEPS, timeout: float = 600
+    folder: Path, route: Route, layouts: Sequence[Layout], run: Path, steps: int = STEPS, timeout: float = 600
 ) -> dict[str, list[Ran]]:
     """Each layout's ranks. All layouts have the same number of ranks; they train in one group, one after the other."""
     (world,) = {layout.world for layout in layouts}
@@ -113,13 +169,13 @@ def train_layouts(
     return {layout.name: [rank[i] for rank in ranks] for i, layout in enumerate(layouts)}
 
 
-def _train_all(rank: int, folder: Path, route: str, layouts: Sequence[Layout], run: Path, steps: int) -> list[Ran]:
+def _train_all(rank: int, folder: Path, route: Route, layouts: Sequence[Layout], run: Path, steps: int) -> list[Ran]:
     found = []
     for i, layout in enumerate(layouts):
         try:
             found.append(_train(folder, route, layout, run / str(i), steps))
         except BaseException as error:
-            error.add_note(f"in layout {layout.name}, route {route}")
+            error.add_note(f"in layout {layout.name}, route {route.name}")
             raise
     return found
 
@@ -129,19 +185,17 @@ def documents() -> list[str]:
     return [f"Document {i}: " + "the quick brown fox " * (1 + 3 * i % 7) + f"jumps {i * i} times." for i in range(150)]
 
 
-def config_of(folder: Path, route: str, layout: Layout, run: Path, steps: int) -> Any:
+def config_of(folder: Path, route: Route, layout: Layout, run: Path, steps: int) -> Any:
     from titan_recipes.checkpoint import StepCheckpoints
     from titan_recipes.data import TextDataLoader
     from titan_recipes.defaults import apply_device_defaults
     from titan_recipes.spec import native, use_model
     from titan_recipes.trainer import Trainer
     from torchtitan.components.loss import CrossEntropyLoss
-    from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.components.optimizer import default_adamw
     from torchtitan.components.validate import Validator
     from torchtitan.config import TrainingConfig
 
-    assert MetricsProcessor  # loaded before the ranks are forked
     config = Trainer.Config(
         model_spec=native("debug"),
         hf_assets_path=str(TOKENIZER),
@@ -157,7 +211,9 @@ def config_of(folder: Path, route: str, layout: Layout, run: Path, steps: int) -
         dump_folder=str(run),
     )  # fmt: skip
     config.metrics.log_freq = 1
-    use_model(config, folder, route=ROUTES[route])
+    use_model(config, folder, route=route.use_model)
+    if route.change is not None:
+        route.change(config.model_spec)
     config.parallelism.pipeline_parallel_microbatch_size = 2
     for name, degree in layout.degrees.items():
         setattr(config.parallelism, f"{name}_degree", degree)
@@ -167,7 +223,7 @@ def config_of(folder: Path, route: str, layout: Layout, run: Path, steps: int) -
     return config
 
 
-def _train(folder: Path, route: str, layout: Layout, run: Path, steps: int) -> Ran:
+def _train(folder: Path, route: Route, layout: Layout, run: Path, steps: int) -> Ran:
     """The trainer's own steps, without what a run leaves behind."""
     import titan_recipes.first_loss
 

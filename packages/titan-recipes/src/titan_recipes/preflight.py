@@ -13,9 +13,11 @@ from .checkpoint import complete_steps
 from .data import TextDataLoader, stores_of
 from .errors import UserError
 from .logs import say
+from .simple_fsdp import refuse_unfit
 from .source import refuse_remote_code
+from .spec import route_of
 
-__all__ = ["check", "world_size_of"]
+__all__ = ["check", "check_layout", "world_size_of"]
 
 
 def world_size_of(config: Any) -> int:
@@ -33,13 +35,19 @@ def world_size_of(config: Any) -> int:
 def check(config: Any, world_size: int, *, resume: bool) -> None:
     """Raise UserError for the first thing that would make this run fail or mean something else than was asked."""
     _check_world_size(config, world_size)
-    _check_shapes(config)
-    _check_context_parallel(config)
-    _check_pipeline(config)
+    check_layout(config)
     _check_remote_code(config)
     _check_tokenizer(config)
     _check_data(config)
     _check_folder(config, resume)
+
+
+def check_layout(config: Any) -> None:
+    """Raise UserError for a parallel layout that does not work, or would mean something else; of any number of ranks."""
+    _check_shapes(config)
+    _check_backend(config)
+    _check_context_parallel(config)
+    _check_pipeline(config)
 
 
 def _check_world_size(config: Any, world_size: int) -> None:
@@ -90,6 +98,23 @@ def _check_shapes(config: Any) -> None:
         if heads % tp:
             valid = [d for d in range(1, heads + 1) if heads % d == 0]
             raise UserError(f"tensor_parallel_degree {tp} does not divide the {heads} {name}; valid degrees: {valid}.")
+
+def _check_backend(config: Any) -> None:
+    p, spec = config.parallelism, config.model_spec
+    refuse_unfit(spec, p)
+    if not hasattr(spec.model, "qwen3") or route_of(spec) != "transformers":
+        return
+    if p.spmd_backend != "spmd_types":
+        raise UserError(
+            f"parallelism.spmd_backend is {p.spmd_backend!r}; TorchTitan's Transformers backend knows 'spmd_types' alone.\n"
+            "Use --parallelism.spmd_backend spmd_types, or --route native."
+        )
+    if p.tensor_parallel_degree > 1 and not p.enable_sequence_parallel:
+        raise UserError(
+            "parallelism.enable_sequence_parallel is off, but TorchTitan's Transformers backend always splits the sequence with tensor "
+            "parallel.\nLeave it on, or use --route native."
+        )
+
 
 def _check_context_parallel(config: Any) -> None:
     p = config.parallelism

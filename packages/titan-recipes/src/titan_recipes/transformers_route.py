@@ -25,7 +25,7 @@ from torch import nn
 from torchtitan.components.optimizer import register_moe_load_balancing_hook
 from torchtitan.distributed.parallel_dims import MeshAxisName
 from torchtitan.experiments.transformers_modeling_backend import HFTransformerModel
-from torchtitan.experiments.transformers_modeling_backend.model import HFFlexKernel
+from torchtitan.experiments.transformers_modeling_backend.model import HFFlexKernel, SliceableModuleDict
 from torchtitan.experiments.transformers_modeling_backend.parallelize import parallelize_hf_transformers
 from torchtitan.experiments.transformers_modeling_backend.pipeline import pipeline_hf_transformers
 from torchtitan.models.common.moe import MoE
@@ -37,7 +37,6 @@ from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from transformers import AttentionInterface, AutoConfig, PreTrainedConfig
 
 from .attention import Mask, attention_mask_B1LK
-from .errors import UserError
 from .moe import moe_config
 from .spec import reduce_by_sum_on_gloo
 from .stages import sendable, sends_its_gradient
@@ -172,10 +171,6 @@ class TransformersQwen3(HFTransformerModel):
 
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             parallelism = config.parallelism
-            if parallelism.spmd_backend != "spmd_types":
-                raise UserError(
-                    f"parallelism.spmd_backend is {parallelism.spmd_backend!r}; the Transformers route runs with 'spmd_types'."
-                )
             self.load_balancer = parallelism.context_parallel_load_balancer
             if self.moe is not None:
                 self.moe.router._debug_force_load_balance = config.debug.moe_force_load_balance
@@ -213,6 +208,8 @@ class TransformersQwen3(HFTransformerModel):
 
     def parallelize(self, parallel_dims: Any) -> None:
         """Put SDPA in the place of the flex kernels, under the same sharding, then shard; FSDP, later, sees tied weights."""
+        if not len(self.layers):  # a pipeline stage of embedding or head alone: the split left a dict that HF cannot slice
+            self.layers = SliceableModuleDict()
         log.info("swap: %s.%s for %s in every layer", SDPAKernel.__module__, SDPAKernel.__name__, HFFlexKernel.__name__)
         for layer in self.layers.values():
             sharding = _all_keys(layer.self_attn._titan_flex_kernel._sharding_config)
