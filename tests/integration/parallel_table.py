@@ -1,16 +1,17 @@
 """Write the tables of docs/parallelism.md: every route in every layout against its single process, and routes against each other.
 
-    PYTHONPATH=tests uv run python -m integration.parallel_table          about a quarter of an hour on two cores
-    PYTHONPATH=tests uv run python -m integration.parallel_table --no-write
+    PYTHONPATH=tests uv run python -m integration.parallel_table             about a quarter of an hour on two cores
+    PYTHONPATH=tests uv run python -m integration.parallel_table --keep F    keep cells in F as they are measured, and go on from there
 
 Exits with 1, and leaves the page as it is, when a cell is over its bound.
 """
 
 import argparse
+import json
 import re
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from integration.parallel_runs import KINDS, LAYOUTS, ROUTES, STEPS, Layout, Ran, Route, alone, make_models, train_layouts
@@ -76,31 +77,53 @@ Cells = dict[tuple[str, str, str], Cell]
 """By kind, route and layout."""
 
 
-def measure(folder: Path, steps: int = STEPS) -> tuple[Cells, dict[tuple[str, str], Ran], list[str]]:
-    """All cells, the single processes by kind and route, and what is over its bound."""
+def measure(folder: Path, keep: Path | None = None) -> tuple[Cells, dict[tuple[str, str], Ran], list[str]]:
+    """All cells, the single processes by kind and route, and what failed or is over its bound. `keep`: see the top of this file."""
     models = make_models(folder)
-    cells: Cells = {}
+    cells = _kept(keep)
     references: dict[tuple[str, str], Ran] = {}
     wrong: list[str] = []
     for kind in KINDS:
         for route in [route for route in ROUTES if kind in route.kinds]:
             run = folder / f"{kind}-{ROUTES.index(route)}"
-            reference = references[kind, route.name] = alone(models[kind], route, run, steps)
-            for world in (2, 4):
-                layouts = [layout for layout in LAYOUTS if layout.world == world and layout.suits(kind, route)]
-                for name, ranks in train_layouts(models[kind], route, layouts, run / str(world), steps, timeout=3600).items():
-                    cell = cells[kind, route.name, name] = compare(_by_name(name), ranks, reference)
-                    errors = cell.check(BOUNDS[route.bfloat16])
-                    print(f"{kind:6} {route.name:22} {name:16} {cell}  {'; '.join(errors) or 'ok'}", flush=True)
-                    wrong += [f"{kind} {route.name} {name}: {error}" for error in errors]
+            reference = references[kind, route.name] = alone(models[kind], route, run)
+            todo = [layout for layout in LAYOUTS[1:] if layout.suits(kind, route) and (kind, route.name, layout.name) not in cells]
+            for group in _groups(todo):
+                try:
+                    ran = train_layouts(models[kind], route, group, run / group[0].name, timeout=1800)
+                    found = {(kind, route.name, one.name): compare(one, ran[one.name], reference) for one in group}
+                except AssertionError as error:  # of one layout; the others of its group are lost with it
+                    wrong.append(f"{kind} {route.name}: {error}")
+                    print(wrong[-1], flush=True)
+                    continue
+                cells |= found
+                _keep(keep, cells)
+                for key, cell in found.items():
+                    print("{:6} {:22} {:24}".format(*key), cell, flush=True)
+    for (kind, name, layout), cell in cells.items():
+        bound = BOUNDS[next(route for route in ROUTES if route.name == name).bfloat16]
+        wrong += [f"{kind} {name} {layout}: {error}" for error in cell.check(bound)]
     for kind, a, b in _pairs():
         cell = differences(references[kind, a.name], references[kind, b.name])
         wrong += [f"{kind} {a.name} and {b.name}: {e}" for e in cell.check(BOUNDS[a.bfloat16 or b.bfloat16])]
     return cells, references, wrong
 
 
-def _by_name(name: str) -> Layout:
-    return next(layout for layout in LAYOUTS if layout.name == name)
+def _groups(layouts: list[Layout], size: int = 4) -> list[list[Layout]]:
+    """Layouts of the same number of ranks, a few at a time: importing TorchTitan costs more than a row."""
+    worlds = [[one for one in layouts if one.world == world] for world in sorted({one.world for one in layouts})]
+    return [same[i : i + size] for same in worlds for i in range(0, len(same), size)]
+
+
+def _kept(file: Path | None) -> Cells:
+    if file is None or not file.exists():
+        return {}
+    return {tuple(key.split("|")): Cell(**cell) for key, cell in json.loads(file.read_text()).items()}  # type: ignore[misc]
+
+
+def _keep(file: Path | None, cells: Cells) -> None:
+    if file is not None:
+        file.write_text(json.dumps({"|".join(key): asdict(cell) for key, cell in cells.items()}))
 
 
 def _pairs() -> list[tuple[str, Route, Route]]:
@@ -132,7 +155,7 @@ def render(cells: Cells, references: dict[tuple[str, str], Ran]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--no-write", action="store_true", help="measure and print, but leave the page as it is")
+    parser.add_argument("--keep", type=Path, metavar="F", help="a JSON file of cells: those in it are not measured again")
     options = parser.parse_args()
     from titan_recipes.device import set_device
 
@@ -143,19 +166,18 @@ def main() -> int:
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        cells, references, wrong = measure(Path(folder))
+        cells, references, wrong = measure(Path(folder), options.keep)
     table = render(cells, references)
     print(table)
     if wrong:
         print("\n".join(["", "over the bound:", *wrong]), file=sys.stderr)
         return 1
-    if not options.no_write:
-        page = PAGE.read_text()
-        made = re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: f"{BEGIN}\n\n{table}\n\n{END}", page, flags=re.DOTALL)
-        assert made != page or table in page, f"{PAGE} has no markers"
-        temporary = PAGE.with_suffix(".tmp")
-        temporary.write_text(made)
-        temporary.replace(PAGE)
+    page = PAGE.read_text()
+    made = re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: f"{BEGIN}\n\n{table}\n\n{END}", page, flags=re.DOTALL)
+    assert table in made, f"{PAGE} has no markers"
+    temporary = PAGE.with_suffix(".tmp")
+    temporary.write_text(made)
+    temporary.replace(PAGE)
     return 0
 
 
