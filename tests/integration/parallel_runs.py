@@ -13,7 +13,19 @@ from typing import Any
 import torch
 from ranks import run_ranks
 
-__all__ = ["KINDS", "LAYOUTS", "ROUTES", "STEPS", "Layout", "Ran", "Route", "alone", "layout", "make_models", "train_layouts"]
+__all__ = [
+    "KINDS",
+    "LAYOUTS",
+    "ROUTES",
+    "STEPS",
+    "Layout",
+    "Ran",
+    "Route",
+    "alone",
+    "layout",
+    "make_models",
+    "train_layouts",
+]
 
 STEPS, LENGTH, BATCH = 10, 32, 8
 TOKENIZER = Path(__file__).parents[2] / "recipes" / "debug_tokenizer"

@@ -14,7 +14,18 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from integration.parallel_runs import KINDS, LAYOUTS, ROUTES, STEPS, Layout, Ran, Route, alone, make_models, train_layouts
+from integration.parallel_runs import (
+    KINDS,
+    LAYOUTS,
+    ROUTES,
+    STEPS,
+    Layout,
+    Ran,
+    Route,
+    alone,
+    make_models,
+    train_layouts,
+)
 
 __all__ = ["BOUNDS", "Cell", "compare", "measure"]
 
@@ -45,8 +56,16 @@ class Cell:
 
     def check(self, bound: Bound) -> list[str]:
         found = {"loss": self.loss, "validation loss": self.validation}
-        wrong = [f"{name} differs by {value:.1e}, bound {bound.loss:.0e}" for name, value in found.items() if not value <= bound.loss]
-        return wrong + ([f"gradient norm differs by {self.norm:.1e} of it, bound {bound.norm:.0e}"] if not self.norm <= bound.norm else [])
+        wrong = [
+            f"{name} differs by {value:.1e}, bound {bound.loss:.0e}"
+            for name, value in found.items()
+            if not value <= bound.loss
+        ]
+        return wrong + (
+            [f"gradient norm differs by {self.norm:.1e} of it, bound {bound.norm:.0e}"]
+            if not self.norm <= bound.norm
+            else []
+        )
 
     def __str__(self) -> str:
         return f"{self.loss:.0e} / {self.norm:.0e}"
@@ -87,7 +106,11 @@ def measure(folder: Path, keep: Path | None = None) -> tuple[Cells, dict[tuple[s
         for route in [route for route in ROUTES if kind in route.kinds]:
             run = folder / f"{kind}-{ROUTES.index(route)}"
             reference = references[kind, route.name] = alone(models[kind], route, run)
-            todo = [layout for layout in LAYOUTS[1:] if layout.suits(kind, route) and (kind, route.name, layout.name) not in cells]
+            todo = [
+                layout
+                for layout in LAYOUTS[1:]
+                if layout.suits(kind, route) and (kind, route.name, layout.name) not in cells
+            ]
             for group in _groups(todo):
                 try:
                     ran = train_layouts(models[kind], route, group, run / group[0].name, timeout=1800)
@@ -128,7 +151,11 @@ def _keep(file: Path | None, cells: Cells) -> None:
 
 def _pairs() -> list[tuple[str, Route, Route]]:
     return [
-        (kind, a, b) for kind in KINDS for i, a in enumerate(ROUTES) for b in ROUTES[:i] if kind in a.kinds and kind in b.kinds
+        (kind, a, b)
+        for kind in KINDS
+        for i, a in enumerate(ROUTES)
+        for b in ROUTES[:i]
+        if kind in a.kinds and kind in b.kinds
     ]
 
 
@@ -143,9 +170,17 @@ def render(cells: Cells, references: dict[tuple[str, str], Ran]) -> str:
         found = [str(cells.get((kind, route.name, layout.name), "")) for kind, route in columns]
         lines.append(f"| {layout.name} | {layout.world} | " + " | ".join(found) + " |")
     lines.append(
-        "| bound | | " + " | ".join("{0.loss:.0e} / {0.norm:.0e}".format(BOUNDS[route.bfloat16]) for _, route in columns) + " |"
+        "| bound | | "
+        + " | ".join("{0.loss:.0e} / {0.norm:.0e}".format(BOUNDS[route.bfloat16]) for _, route in columns)
+        + " |"
     )
-    lines += ["", "Routes against each other, one process each:", "", "| | loss / gradient norm | bound |", "|---|---|---|"]
+    lines += [
+        "",
+        "Routes against each other, one process each:",
+        "",
+        "| | loss / gradient norm | bound |",
+        "|---|---|---|",
+    ]
     for kind, a, b in _pairs():
         bound = BOUNDS[a.bfloat16 or b.bfloat16]
         cell = differences(references[kind, a.name], references[kind, b.name])
@@ -155,7 +190,9 @@ def render(cells: Cells, references: dict[tuple[str, str], Ran]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keep", type=Path, metavar="F", help="a JSON file of cells: those in it are not measured again")
+    parser.add_argument(
+        "--keep", type=Path, metavar="F", help="a JSON file of cells: those in it are not measured again"
+    )
     options = parser.parse_args()
     from titan_recipes.device import set_device
 
@@ -173,7 +210,9 @@ def main() -> int:
         print("\n".join(["", "over the bound:", *wrong]), file=sys.stderr)
         return 1
     page = PAGE.read_text()
-    made = re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: f"{BEGIN}\n\n{table}\n\n{END}", page, flags=re.DOTALL)
+    made = re.sub(
+        f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: f"{BEGIN}\n\n{table}\n\n{END}", page, flags=re.DOTALL
+    )
     assert table in made, f"{PAGE} has no markers"
     temporary = PAGE.with_suffix(".tmp")
     temporary.write_text(made)

@@ -84,7 +84,9 @@ def test_a_folder_with_auto_map_is_refused_before_anything_reads_it(trap, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("layout", [(), ("--nproc", "2", "--parallelism.pipeline_parallel_degree", "2")], ids=["alone", "pp2"])
+@pytest.mark.parametrize(
+    "layout", [(), ("--nproc", "2", "--parallelism.pipeline_parallel_degree", "2")], ids=["alone", "pp2"]
+)
 def test_a_nan_batch_stops_the_run_with_its_step_and_is_not_saved(tmp_path, monkeypatch, layout):
     """With pipeline parallel the last stage alone sees it, and the others are told."""
     from titan_recipes.attention import MaskedQwen3Model

@@ -99,6 +99,7 @@ def _check_shapes(config: Any) -> None:
             valid = [d for d in range(1, heads + 1) if heads % d == 0]
             raise UserError(f"tensor_parallel_degree {tp} does not divide the {heads} {name}; valid degrees: {valid}.")
 
+
 def _check_backend(config: Any) -> None:
     p, spec = config.parallelism, config.model_spec
     refuse_unfit(spec, p)

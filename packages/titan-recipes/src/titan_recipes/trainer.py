@@ -17,6 +17,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.utils import dist_sum
 
 from .assets import write_assets
+from .balance import RoutingWatch
 from .checkpoint import StepCheckpoints
 from .data import TextDataLoader
 from .errors import UserError
@@ -72,6 +73,7 @@ class Trainer(titan.Trainer):
             self.validator.validate = self._remembering(validate)
         self._pad_data_to_whole_steps()
         self.shapes = ShapeWatch()
+        self.metrics_processor.more = RoutingWatch(self.model_config, self.model_parts).record
         total, trainable = self._count_parameters()
         say(f"model: {config.model_spec.flavor}, {total:,} parameters, {trainable:,} trainable")
         if config.expected_trainable not in (None, trainable):
@@ -82,7 +84,9 @@ class Trainer(titan.Trainer):
     def _count_parameters(self) -> tuple[int, int]:
         """All parameters and those that train, of all pipeline stages."""
         parameters = [p for part in self.model_parts for p in part.parameters()]
-        counts = torch.tensor([sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)])
+        counts = torch.tensor(
+            [sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)]
+        )
         if self.parallel_dims.pp_enabled:
             counts = counts.to(self.device)
             torch.distributed.all_reduce(counts, group=self.parallel_dims.get_mesh("pp").get_group())

@@ -37,6 +37,7 @@ from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from transformers import AttentionInterface, AutoConfig, PreTrainedConfig
 
 from .attention import Mask, attention_mask_B1LK
+from .balance import share_balance
 from .moe import moe_config
 from .spec import reduce_by_sum_on_gloo
 from .stages import sendable, sends_its_gradient
@@ -70,7 +71,9 @@ def transformers_model_spec(
 
 def parallelize(model: nn.Module, **kwargs: Any) -> nn.Module:
     """TorchTitan's parallelisation of its Transformers backend, made to run on gloo."""
-    return reduce_by_sum_on_gloo(parallelize_hf_transformers(model, **kwargs))
+    model = reduce_by_sum_on_gloo(parallelize_hf_transformers(model, **kwargs))
+    share_balance(model, **kwargs)
+    return model
 
 
 def _sdpa(
@@ -208,7 +211,9 @@ class TransformersQwen3(HFTransformerModel):
 
     def parallelize(self, parallel_dims: Any) -> None:
         """Put SDPA in the place of the flex kernels, under the same sharding, then shard; FSDP, later, sees tied weights."""
-        if not len(self.layers):  # a pipeline stage of embedding or head alone: the split left a dict that HF cannot slice
+        if not len(
+            self.layers
+        ):  # a pipeline stage of embedding or head alone: the split left a dict that HF cannot slice
             self.layers = SliceableModuleDict()
         log.info("swap: %s.%s for %s in every layer", SDPAKernel.__module__, SDPAKernel.__name__, HFFlexKernel.__name__)
         for layer in self.layers.values():
