@@ -18,7 +18,6 @@ from integration.parallel_runs import (
     KINDS,
     LAYOUTS,
     ROUTES,
-    STEPS,
     Layout,
     Ran,
     Route,

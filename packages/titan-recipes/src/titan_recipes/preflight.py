@@ -158,7 +158,7 @@ def _split_layers(parallelism: Any, model: Any) -> None:
 
     degree = SimpleNamespace(pp=parallelism.pipeline_parallel_degree)
     layers = SimpleNamespace(layers=range(model.qwen3.num_hidden_layers)) if hasattr(model, "qwen3") else model
-    split = titan._get_pipeline_metadata(degree, parallelism, layers)  # type: ignore[arg-type]
+    split = titan._get_pipeline_metadata(degree, parallelism, layers)
     if parallelism.module_fqns_per_model_part is None:
         titan._generate_llm_fqn_per_model_part(*split)
 

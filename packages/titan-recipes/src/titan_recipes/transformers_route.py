@@ -211,10 +211,9 @@ class TransformersQwen3(HFTransformerModel):
 
     def parallelize(self, parallel_dims: Any) -> None:
         """Put SDPA in the place of the flex kernels, under the same sharding, then shard; FSDP, later, sees tied weights."""
-        if not len(
-            self.layers
-        ):  # a pipeline stage of embedding or head alone: the split left a dict that HF cannot slice
-            self.layers = SliceableModuleDict()
+        # A pipeline stage of embedding or head alone is left a dict of layers that HF's forward cannot slice.
+        if not len(self.layers):
+            self.model.model.layers = SliceableModuleDict()
         log.info("swap: %s.%s for %s in every layer", SDPAKernel.__module__, SDPAKernel.__name__, HFFlexKernel.__name__)
         for layer in self.layers.values():
             sharding = _all_keys(layer.self_attn._titan_flex_kernel._sharding_config)
