@@ -88,7 +88,9 @@ class Layout:
     native_only: bool = False
 
     def suits(self, kind: str, route: "Route") -> bool:
-        return (kind == "moe" or EP not in self.degrees) and not (self.native_only and route.use_model != "native")
+        return (kind == "moe" or EP not in self.degrees) and not (
+            self.native_only and route.use_model == "transformers"
+        )
 
     @property
     def data_ranks(self) -> int:

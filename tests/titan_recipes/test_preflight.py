@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from qwen3_core import Qwen3Config
+from titan_recipes.balance import use_balance_loss
 from titan_recipes.errors import UserError
 from titan_recipes.preflight import check_layout
 from titan_recipes.simple_fsdp import simple_fsdp
@@ -67,6 +68,24 @@ def test_simple_fsdp_is_refused_with_context_and_pipeline_parallel(axis):
     asked = config(spmd_backend="partial_dtensor", **{f"{axis}_parallel_degree": 2})
     asked.model_spec = simple_fsdp(asked.model_spec)
     with pytest.raises(UserError, match=rf"{axis}_parallel 2"):
+        check_layout(asked)
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "reason"),
+    [
+        ({"pipeline_parallel_degree": 2}, "routing of all layers"),
+        (
+            {"tensor_parallel_degree": 2, "spmd_backend": "partial_dtensor"},
+            "needs parallelism.spmd_backend 'spmd_types'",
+        ),
+    ],
+)
+def test_the_auxiliary_loss_is_refused_where_routers_cannot_share_it(parallelism, reason):
+    asked = config(model=replace(UNTIED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32), **parallelism)
+    check_layout(asked)  # without the loss it works
+    use_balance_loss(asked.model_spec, 0.001)
+    with pytest.raises(UserError, match=reason):
         check_layout(asked)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from hf_ckpt_adapter.sources import ASSETS
 
+from .balance import refuse_balance
 from .checkpoint import complete_steps
 from .data import TextDataLoader, stores_of
 from .errors import UserError
@@ -103,6 +104,7 @@ def _check_shapes(config: Any) -> None:
 def _check_backend(config: Any) -> None:
     p, spec = config.parallelism, config.model_spec
     refuse_unfit(spec, p)
+    refuse_balance(spec, p)
     if not hasattr(spec.model, "qwen3") or route_of(spec) != "transformers":
         return
     if p.spmd_backend != "spmd_types":
