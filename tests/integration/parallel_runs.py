@@ -59,14 +59,17 @@ class Route:
     kinds: tuple[str, ...] = ("dense", "moe")
     change: Callable[[Any], None] | None = None
     """Done to the model spec."""
+    layouts: tuple[str, ...] | None = None
+    """Names of the rows that it has; all by default."""
     bfloat16: bool = False
     """Whether part of it computes in bfloat16 whatever the parameters are: then the bound is another."""
 
 
+STOCK = ("FSDP2", "TP2", "CP2", "PP2", "FSDP2 EP2", "FSDP2xPP2 EP2")
 ROUTES = (
     Route("native", "native"),
     Route("transformers", "transformers"),
-    Route("native, stock experts", "native", ("moe",), stock_experts, True),
+    Route("native, stock experts", "native", ("moe",), stock_experts, STOCK, bfloat16=True),
 )
 
 
@@ -88,6 +91,8 @@ class Layout:
     native_only: bool = False
 
     def suits(self, kind: str, route: "Route") -> bool:
+        if route.layouts is not None and self.name not in route.layouts:
+            return False
         return (kind == "moe" or EP not in self.degrees) and not (
             self.native_only and route.use_model == "transformers"
         )
