@@ -214,7 +214,7 @@ def _name_parts(stack: ExitStack, count: TensorBytes, group: Any, trainer: Any, 
                 within(layer.moe.routed_experts.token_dispatcher, "combine", "dispatch")
     from titan_recipes import attention
 
-    within(attention, "document_mask_B1LK", "attention")
+    within(attention, "attention_mask_B1LK", "attention")
 
 
 def _functional_exchange() -> dict[str, Any]:

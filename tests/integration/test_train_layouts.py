@@ -1,9 +1,10 @@
 """Contract: a layout changes where numbers live, not what they are; a resumed run goes on as if it had not stopped.
 
 One rank trains a step and saves; every run here continues from that step with the same global batch (8 sequences), so that
-weights, optimizer and data are the same to the bit and only the layout differs.
+weights, optimizer and data are the same to the bit and only the layout differs. test_parallel.py has the other layouts, without the
+app around them.
 
-Tolerance 1e-5 on a loss near 7: float32 resolves 5e-7 there, and sums taken in another order over 2,048 tokens and a few
+Tolerance 1e-5 on a loss near 7: float32 resolves 5e-7 there, and sums taken in another order over 1,024 tokens and a few
 layers wander by a few of those (the largest seen in five steps is 1.4e-6). Gradient norms: 1e-4 relative, 1.5e-5 seen.
 """
 
@@ -14,36 +15,26 @@ import pytest
 from integration.app import ROOT, fork_app, metrics
 
 STEPS = 6
-COMMON = ("debug", "--device", "cpu", "--training.steps", str(STEPS), "--metrics.log_freq", "1", "--checkpoint.interval", "3",
-          "--checkpoint.keep_latest_k", "0", "--training.global_batch_size", "8", "--validator.freq", "6")  # fmt: skip
+COMMON = ("untied.py:debug", "--device", "cpu", "--training.steps", str(STEPS), "--metrics.log_freq", "1", "--checkpoint.interval", "3",
+          "--checkpoint.keep_latest_k", "0", "--training.global_batch_size", "8", "--training.seq_len", "128", "--validator.freq", "6")  # fmt: skip
 ALONE = ("--training.local_batch_size", "8")  # one data-parallel rank takes the whole batch
 LAYOUTS = {
-    "fsdp2": (
-        "--nproc",
-        "2",
-        "--parallelism.data_parallel_shard_degree",
-        "2",
-        "--training.local_batch_size",
-        "4",
-    ),
-    "tp2": (
-        "--nproc",
-        "2",
-        "--parallelism.tensor_parallel_degree",
-        "2",
-        "--training.local_batch_size",
-        "8",
-        "activation_checkpoint:full",
-    ),
-    "replicate2": (
-        "--nproc",
-        "2",
-        "--parallelism.data_parallel_replicate_degree",
-        "2",
-        "--training.local_batch_size",
-        "4",
-    ),
-}
+    "cp2": (*ALONE, "--nproc", "2", "--parallelism.context_parallel_degree", "2"),  # shards parameters as FSDP does
+    "pp2": (*ALONE, "--nproc", "2", "--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_microbatch_size", "4",
+            "activation_checkpoint:full"),
+}  # fmt: skip
+UNTIED = """\
+from dataclasses import replace
+
+import debug as base
+from titan_recipes.spec import native
+
+
+def debug() -> "Trainer.Config":
+    config = base.debug()
+    config.model_spec = native(replace(config.model_spec.model.qwen3, tie_word_embeddings=False), flavor="untied")
+    return config
+"""
 TOLERANCE = 1e-5
 
 
@@ -51,13 +42,22 @@ TOLERANCE = 1e-5
 def reference(tmp_path_factory):
     """An unbroken run on one rank, with checkpoints at 1, 3 and 6."""
     folder = tmp_path_factory.mktemp("reference")
+    write_recipe(folder)
     ended = fork_app(*COMMON, *ALONE, "--checkpoint.enable_first_step_checkpoint", "--dump_folder", "run", cwd=folder)
     assert ended.code == 0, ended.out
     return folder / "run"
 
 
+def write_recipe(folder):
+    """`debug` with untied weights, which a pipeline needs."""
+    (folder / "untied.py").write_text(UNTIED)
+    shutil.copy(ROOT / "recipes" / "debug.py", folder)
+    shutil.copytree(ROOT / "recipes" / "debug_tokenizer", folder / "debug_tokenizer")
+
+
 def resumed(reference, folder, step, *arguments):
     """A run that continues from the reference's checkpoint of `step`."""
+    write_recipe(folder)
     run = folder / "run"
     (run / "checkpoint").mkdir(parents=True)
     shutil.copytree(reference / "checkpoint" / f"step-{step}", run / "checkpoint" / f"step-{step}")
@@ -106,16 +106,15 @@ def test_every_save_has_the_same_clean_keys(reference):
 
 
 def test_a_recipe_that_does_not_fit_the_checkpoint_is_refused_by_name(reference, tmp_path):
+    write_recipe(tmp_path)
     shutil.copytree(reference, tmp_path / "run")
     (tmp_path / "wider.py").write_text(
-        "import debug as base\n\n\ndef debug() -> 'Trainer.Config':\n"
+        "import untied as base\n\n\ndef debug() -> 'Trainer.Config':\n"
         "    config = base.debug()\n    model = config.model_spec.model\n    model.layers = model.layers[:3]\n"
         "    for layer in model.layers:\n"
         "        layer.feed_forward.w1.out_features = layer.feed_forward.w3.out_features = 256\n"
         "        layer.feed_forward.w2.in_features = 256\n    return config\n"
     )
-    (tmp_path / "debug.py").write_text((ROOT / "recipes" / "debug.py").read_text())
-    shutil.copytree(ROOT / "recipes" / "debug_tokenizer", tmp_path / "debug_tokenizer")
     ended = fork_app("wider.py:debug", "--device", "cpu", "--resume", "--dump_folder", "run", cwd=tmp_path)
     assert ended.code == 1
     assert "does not fit this recipe" in ended.out and "Traceback" not in ended.out
@@ -124,6 +123,7 @@ def test_a_recipe_that_does_not_fit_the_checkpoint_is_refused_by_name(reference,
 
 
 def test_training_starts_from_a_read_only_hugging_face_folder_and_says_so(reference, tmp_path):
+    write_recipe(tmp_path)
     hf = tmp_path / "hf"
     shutil.copytree(reference / "hf", hf)
     before = {file.name: file.stat().st_mtime_ns for file in hf.iterdir()}

@@ -2,7 +2,6 @@
 what would run a folder's code, or train on a NaN, is stopped."""
 
 import gzip
-import itertools
 import json
 import math
 import re
@@ -84,17 +83,28 @@ def test_a_folder_with_auto_map_is_refused_before_anything_reads_it(trap, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-def test_a_nan_batch_stops_the_run_with_its_step_and_is_not_saved(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "layout", [(), ("--nproc", "2", "--parallelism.pipeline_parallel_degree", "2")], ids=["alone", "pp2"]
+)
+def test_a_nan_batch_stops_the_run_with_its_step_and_is_not_saved(tmp_path, monkeypatch, layout):
+    """With pipeline parallel the last stage alone sees it, and the others are told."""
     from titan_recipes.attention import MaskedQwen3Model
+    from titan_recipes.trainer import Trainer
 
-    forward, calls = MaskedQwen3Model.forward, itertools.count(1)
+    forward, step, now = MaskedQwen3Model.forward, Trainer.train_step, []
+
+    def remember(self, data):
+        now[:] = [self.step]
+        step(self, data)
 
     def planted(self, *args, **kwargs):
-        return forward(self, *args, **kwargs) * (math.nan if next(calls) == 3 else 1.0)
+        return forward(self, *args, **kwargs) * (math.nan if self.lm_head is not None and now == [3] else 1.0)
 
+    monkeypatch.setattr(Trainer, "train_step", remember)
     monkeypatch.setattr(MaskedQwen3Model, "forward", planted)
     ended = fork_app(
-        *QUICK, "--training.steps", "8", "--metrics.log_freq", "8", "--checkpoint.interval", "2", "--validator.no-enable", cwd=tmp_path
+        *QUICK, "--model", "debug-moe", "--training.steps", "8", "--metrics.log_freq", "8", "--checkpoint.interval", "2",
+        "--validator.no-enable", *layout, cwd=tmp_path,
     )  # fmt: skip
     assert ended.code == 1, ended.out
     assert "The loss of step 3 is not finite" in ended.out and "Traceback" not in ended.out

@@ -14,18 +14,31 @@ from integration.app import ForkedApp, fork_app, metrics
 
 LONG = ("debug", "--device", "cpu", "--training.steps", "200", "--metrics.log_freq", "1", "--checkpoint.interval", "1000",
         "--validator.no-enable", "--training.local_batch_size", "2")  # fmt: skip
+STAGES = (
+    "--nproc",
+    "2",
+    "--parallelism.pipeline_parallel_degree",
+    "2",
+    "--model",
+    "debug-moe",
+    "--training.seq_len",
+    "64",
+)
 CASES = [
-    pytest.param("group", signal.SIGINT, 2, id="ctrl-c-2-ranks"),
-    pytest.param("launcher", signal.SIGTERM, 1, id="sigterm-1-rank"),
-    pytest.param("group", signal.SIGINT, 1, id="ctrl-c-1-rank", marks=pytest.mark.soak),
-    pytest.param("launcher", signal.SIGTERM, 2, id="sigterm-2-ranks", marks=pytest.mark.soak),
-    pytest.param("launcher", signal.SIGINT, 2, id="sigint-to-the-launcher-alone", marks=pytest.mark.soak),
+    pytest.param("group", signal.SIGINT, ("--nproc", "2"), id="ctrl-c-2-ranks"),
+    pytest.param("launcher", signal.SIGTERM, ("--nproc", "1"), id="sigterm-1-rank"),
+    pytest.param("group", signal.SIGINT, ("--nproc", "1"), id="ctrl-c-1-rank", marks=pytest.mark.soak),
+    pytest.param("launcher", signal.SIGTERM, ("--nproc", "2"), id="sigterm-2-ranks", marks=pytest.mark.soak),
+    pytest.param(
+        "launcher", signal.SIGINT, ("--nproc", "2"), id="sigint-to-the-launcher-alone", marks=pytest.mark.soak
+    ),
+    pytest.param("launcher", signal.SIGTERM, STAGES, id="sigterm-2-stages", marks=pytest.mark.soak),
 ]
 
 
-@pytest.mark.parametrize(("target", "number", "nproc"), CASES)
-def test_a_signal_leaves_one_complete_checkpoint_and_says_how_to_go_on(tmp_path, target, number, nproc):
-    app = ForkedApp(*LONG, "--nproc", str(nproc), cwd=tmp_path)
+@pytest.mark.parametrize(("target", "number", "ranks"), CASES)
+def test_a_signal_leaves_one_complete_checkpoint_and_says_how_to_go_on(tmp_path, target, number, ranks):
+    app = ForkedApp(*LONG, *ranks, cwd=tmp_path)
     app.wait_for(r"step +3/200")
     time.sleep(0.1)  # into the next step
     (app.signal_group if target == "group" else app.signal_launcher)(number)

@@ -5,6 +5,9 @@ SDPA module refuses masks. `document_mask` says what a packed sequence may see:
   block   each document alone: a dense boolean mask, any kernel that takes masks
   causal  everything before it, across documents: no mask tensor at all, which Neuron's fast kernel requires
 
+Under context parallel a rank has some of the queries and is given the keys and values of all ranks; its rows of the mask are
+made here, in both cases as a tensor. With a dense mask every rank has the same work, so a load balancer changes nothing.
+
 Shapes: B = batch, L = sequence (K as keys), N = heads, H = head dim.
 """
 
@@ -15,23 +18,53 @@ import spmd_types as spmd
 import torch
 import torch.nn.functional as F
 from qwen3_core import Qwen3Config
+from torch.distributed._functional_collectives import all_gather_single
+from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
 from torchtitan.models.qwen3.model import Qwen3Model
 from torchtitan.protocols.module import Module
 
-__all__ = ["Mask", "MaskedQwen3Model", "SDPAttention", "document_mask_B1LK"]
+from .stages import sendable, sends_its_gradient
+
+__all__ = ["Mask", "MaskedQwen3Model", "SDPAttention", "attention_mask_B1LK"]
 
 Mask = Literal["causal", "block"]
 
 
-def document_mask_B1LK(positions_BL: torch.Tensor) -> torch.Tensor:
-    """True where query l may see key k: same document, not later. positions_BL restart at 0 with each document.
+def attention_mask_B1LK(positions_BL: torch.Tensor, mask: Mask, load_balancer: str | None) -> torch.Tensor | None:
+    """True where query l may see key k: not later and, with `block`, of the same document. None: all that is not later.
 
+    positions_BL restart at 0 with each document. Under context parallel (TorchTitan's current mesh says so) they are this
+    rank's part, and K runs over the keys of all ranks in rank order; `load_balancer` is how TorchTitan split the sequence.
     Static in shape: no nonzero, no .item().
     """
+    ranks = spmd_mesh_size("cp")
+    if ranks == 1 and mask == "causal":
+        return None
     with spmd.no_typecheck():
-        document_BL = (positions_BL == 0).cumsum(1)
-        same_BLK = document_BL[:, :, None] == document_BL[:, None, :]
-        return same_BLK.tril()[:, None]
+        length, mine = positions_BL.shape[1], slice(None)
+        order_K = torch.arange(length * ranks, device=positions_BL.device)
+        positions_BK = positions_BL
+        if ranks > 1:
+            mesh = current_spmd_mesh()
+            assert mesh is not None
+            mine = slice(rank := mesh.get_local_rank("cp") * length, rank + length)
+            order_K = _order_of_shards(order_K, ranks, load_balancer)
+            if mask == "block":
+                positions_BK = all_gather_single(positions_BL.contiguous(), 1, mesh.get_group("cp"))
+        seen_BLK = (order_K[mine, None] >= order_K)[None]
+        if mask == "block":
+            document_BK = (positions_BK[:, order_K.argsort()] == 0).cumsum(1)[:, order_K]
+            seen_BLK = seen_BLK & (document_BK[:, mine, None] == document_BK[:, None])
+        return seen_BLK[:, None]
+
+
+def _order_of_shards(index_K: torch.Tensor, ranks: int, load_balancer: str | None) -> torch.Tensor:
+    """Places in the sequence of the tokens of rank 0, rank 1, ..., one after the other."""
+    if load_balancer is None:
+        return index_K
+    assert load_balancer == "headtail", load_balancer  # refused in preflight
+    chunks = index_K.view(2 * ranks, -1)  # rank r has chunks r and 2 * ranks - 1 - r
+    return torch.stack((chunks[:ranks], chunks[ranks:].flip(0)), 1).flatten()
 
 
 class SDPAttention(Module):
@@ -78,6 +111,15 @@ class MaskedQwen3Model(Qwen3Model):
     class Config(Qwen3Model.Config):
         qwen3: Qwen3Config
         document_mask: Mask = "block"
+        load_balancer: str | None = None
+        """The run's parallelism.context_parallel_load_balancer."""
+
+        def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
+            # slots=True makes a new class, which super() without arguments does not know.
+            Qwen3Model.Config.update_from_config(self, config=config, **kwargs)
+            self.load_balancer = config.parallelism.context_parallel_load_balancer
+
+    config: Config
 
     def forward(
         self,
@@ -85,6 +127,6 @@ class MaskedQwen3Model(Qwen3Model):
         positions: torch.Tensor | None = None,
         attention_masks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if attention_masks is None and positions is not None and self.config.document_mask == "block":
-            attention_masks = document_mask_B1LK(positions)
-        return super().forward(tokens, positions, attention_masks)
+        if attention_masks is None and positions is not None:
+            attention_masks = attention_mask_B1LK(positions, self.config.document_mask, self.config.load_balancer)
+        return sendable(super().forward(sends_its_gradient(tokens), positions, attention_masks))

@@ -31,7 +31,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from .dispatch import CapacityTokenDispatcher, recomputing
 from .errors import UserError
 
-__all__ = ["BalanceLoss", "BalancedRouter", "RoutingWatch", "share_balance", "use_balance_loss"]
+__all__ = ["BalanceLoss", "BalancedRouter", "RoutingWatch", "refuse_balance", "share_balance", "use_balance_loss"]
 
 
 class BalanceLoss:
@@ -120,24 +120,28 @@ def use_balance_loss(spec: ModelSpec, coefficient: float) -> None:
         config.balance_coefficient = coefficient
 
 
-def share_balance(model: nn.Module, *, parallel_dims: Any, training: Any, **_: Any) -> None:
-    """Give the routers of a parallelised model their common loss, if its config asks for one.
-
-    Raises UserError where the loss cannot be had: pipeline stages and tensor parallelism by DTensor.
-    """
-    routers = [module for module in model.modules() if isinstance(module, BalancedRouter)]
-    coefficient = max((router.balance_coefficient for router in routers), default=0.0)
-    if not coefficient:
+def refuse_balance(spec: ModelSpec, parallelism: Any) -> None:
+    """Raise UserError where the loss cannot be had: pipeline stages and tensor parallelism by DTensor."""
+    if not any(router.balance_coefficient for _, router, _, _ in spec.model.traverse(BalancedRouter.Config)):
         return
-    if parallel_dims.pp_enabled:
+    if parallelism.pipeline_parallel_degree > 1:
         raise UserError(
             "The auxiliary loss needs the routing of all layers, which pipeline stages do not share. Use expert parallelism in "
             "place of pipeline parallelism, or train without it: use_balance_loss(spec, 0)."
         )
-    if parallel_dims.tp_enabled and parallel_dims.spmd_backend != "spmd_types":
+    if parallelism.tensor_parallel_degree > 1 and parallelism.spmd_backend != "spmd_types":
         raise UserError(
-            f"The auxiliary loss with tensor parallelism needs parallelism.spmd_backend 'spmd_types', not {parallel_dims.spmd_backend!r}."
+            "The auxiliary loss with tensor parallelism needs parallelism.spmd_backend 'spmd_types', not "
+            f"{parallelism.spmd_backend!r}."
         )
+
+
+def share_balance(model: nn.Module, *, parallel_dims: Any, training: Any, **_: Any) -> None:
+    """Give the routers of a parallelised model their common loss, if its config asks for one."""
+    routers = [module for module in model.modules() if isinstance(module, BalancedRouter)]
+    coefficient = max((router.balance_coefficient for router in routers), default=0.0)
+    if not coefficient:
+        return
     batch = training.local_batch_size * parallel_dims.dp_replicate * parallel_dims.dp_shard
     micro_batches = max(training.global_batch_size // batch, 1)
     loss = BalanceLoss(coefficient / micro_batches, len(routers))

@@ -102,14 +102,13 @@ class StepCheckpoints(CheckpointManager):
         self.loaded = loaded = super()._load(step)
         folder, own = Path(self.folder), self._find_load_step() if step == -1 else step
         initial = self.initial_load_path or ("hf_assets_path" if self.initial_load_in_hf else None)
-        if dist.get_rank() == 0:
-            if own != -1:
-                ignored = f"; {initial} was not read, since the run has a checkpoint" if initial else ""
-                say(f"weights: resumed from {step_folder(folder, own)}{ignored}")
-            elif loaded:
-                say(f"weights: loaded from {initial}")
-            else:
-                say("weights: random initialisation")
+        if own != -1:
+            ignored = f"; {initial} was not read, since the run has a checkpoint" if initial else ""
+            say(f"weights: resumed from {step_folder(folder, own)}{ignored}")
+        elif loaded:
+            say(f"weights: loaded from {initial}")
+        else:
+            say("weights: random initialisation")
         return loaded
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:

@@ -1,6 +1,6 @@
 """Where a run's words go: the console gets what a person reads, a file per rank gets everything.
 
-TorchTitan logs to the root logger, hundreds of lines a run. Rank 0 prints our lines (`say`) and others' warnings; each rank
+TorchTitan logs to the root logger, hundreds of lines a run. One rank, the one that has the loss, prints our lines (`say`) and others' warnings; each rank
 writes all of it to <run>/logs/rank-N.log.
 """
 
@@ -21,6 +21,7 @@ _MOOT = {
     "Peak flops undefined for": "as above",
     "Error running lspci": "asked only for a GPU's name",
     "ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING]": "set for each run, NCCL or not",
+    "Pipeline Parallel loss is not visible": "the rank that has the loss prints, and no other",
     "model.safetensors.index.json not found": "weights are exported by hf-ckpt-adapter, which makes its own index",
 }
 

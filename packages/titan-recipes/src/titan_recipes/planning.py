@@ -180,8 +180,8 @@ def _rehearse(config: Any, plan: ParallelPlan, shape: ModelShape, world: int) ->
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cpu")
             lines += _local_parameters(model, plan, shape)
-            tokens = torch.zeros(plan.micro_batch, plan.seq_len, dtype=torch.int64)
-            positions = torch.arange(plan.seq_len).expand(plan.micro_batch, -1)
+            tokens = torch.zeros(plan.micro_batch, plan.seq_len // plan.cp, dtype=torch.int64)
+            positions = torch.arange(plan.seq_len // plan.cp).expand(plan.micro_batch, -1)
             with dist_utils.get_spmd_context(parallel_dims=dims, spmd_typechecking=False)():
                 out = model(tokens, positions=positions)
                 lines.append(

@@ -4,17 +4,21 @@ import json
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from hf_ckpt_adapter.sources import ASSETS
 
+from .balance import refuse_balance
 from .checkpoint import complete_steps
 from .data import TextDataLoader, stores_of
 from .errors import UserError
 from .logs import say
+from .simple_fsdp import refuse_unfit
 from .source import refuse_remote_code
+from .spec import route_of
 
-__all__ = ["check", "world_size_of"]
+__all__ = ["check", "check_layout", "world_size_of"]
 
 
 def world_size_of(config: Any) -> int:
@@ -32,11 +36,19 @@ def world_size_of(config: Any) -> int:
 def check(config: Any, world_size: int, *, resume: bool) -> None:
     """Raise UserError for the first thing that would make this run fail or mean something else than was asked."""
     _check_world_size(config, world_size)
-    _check_shapes(config)
+    check_layout(config)
     _check_remote_code(config)
     _check_tokenizer(config)
     _check_data(config)
     _check_folder(config, resume)
+
+
+def check_layout(config: Any) -> None:
+    """Raise UserError for a parallel layout that does not work, or would mean something else; of any number of ranks."""
+    _check_shapes(config)
+    _check_backend(config)
+    _check_context_parallel(config)
+    _check_pipeline(config)
 
 
 def _check_world_size(config: Any, world_size: int) -> None:
@@ -87,16 +99,70 @@ def _check_shapes(config: Any) -> None:
         if heads % tp:
             valid = [d for d in range(1, heads + 1) if heads % d == 0]
             raise UserError(f"tensor_parallel_degree {tp} does not divide the {heads} {name}; valid degrees: {valid}.")
-    if p.context_parallel_degree > 1 and hasattr(model, "qwen3"):
+
+
+def _check_backend(config: Any) -> None:
+    p, spec = config.parallelism, config.model_spec
+    refuse_unfit(spec, p)
+    refuse_balance(spec, p)
+    if not hasattr(spec.model, "qwen3") or route_of(spec) != "transformers":
+        return
+    if p.spmd_backend != "spmd_types":
         raise UserError(
-            f"context_parallel_degree {p.context_parallel_degree}: this toolkit's attention does not yet see keys of other ranks.\n"
-            "Use --parallelism.context_parallel_degree 1."
+            f"parallelism.spmd_backend is {p.spmd_backend!r}; TorchTitan's Transformers backend knows 'spmd_types' alone.\n"
+            "Use --parallelism.spmd_backend spmd_types, or --route native."
         )
-    if _is_tied(model) and p.pipeline_parallel_degree > 1:
+    if p.tensor_parallel_degree > 1 and not p.enable_sequence_parallel:
+        raise UserError(
+            "parallelism.enable_sequence_parallel is off, but TorchTitan's Transformers backend always splits the sequence with tensor "
+            "parallel.\nLeave it on, or use --route native."
+        )
+
+
+def _check_context_parallel(config: Any) -> None:
+    p = config.parallelism
+    if p.context_parallel_degree == 1 or not hasattr(config.model_spec.model, "qwen3"):
+        return
+    if p.spmd_backend != "spmd_types":
+        raise UserError(
+            f"Context parallel under parallelism.spmd_backend {p.spmd_backend!r} is not supported: TorchTitan gathers the keys of all "
+            "ranks for an attention of ours under 'spmd_types' alone.\n"
+            "Use --parallelism.spmd_backend spmd_types, or --parallelism.context_parallel_degree 1."
+        )
+    if p.context_parallel_load_balancer not in (None, "headtail"):
+        raise UserError(
+            f"context_parallel_load_balancer {p.context_parallel_load_balancer!r} balances FlexAttention's block masks, which this "
+            "toolkit's attention does not have.\nUse headtail or None: a dense mask gives every rank the same work."
+        )
+
+
+def _check_pipeline(config: Any) -> None:
+    model, p = config.model_spec.model, config.parallelism
+    if p.pipeline_parallel_degree == 1:
+        return
+    if _is_tied(model):
         raise UserError(
             "Pipeline parallel with tied embeddings is not supported: first and last stage would each train a copy.\n"
             "Use --parallelism.pipeline_parallel_degree 1, or tie_word_embeddings=False in the recipe."
         )
+    try:
+        _split_layers(p, model)
+    except ValueError as error:
+        raise UserError(
+            f"{p.pipeline_parallel_degree} pipeline stages with the {p.pipeline_parallel_schedule} schedule do not fit the model: {error}\n"
+            "Change pipeline_parallel_degree, pipeline_parallel_layers_per_stage or the stages' *_less_layers."
+        ) from None
+
+
+def _split_layers(parallelism: Any, model: Any) -> None:
+    """TorchTitan's split into stages. Raises ValueError where the ranks would."""
+    from torchtitan.distributed import pipeline_parallel as titan
+
+    degree = SimpleNamespace(pp=parallelism.pipeline_parallel_degree)
+    layers = SimpleNamespace(layers=range(model.qwen3.num_hidden_layers)) if hasattr(model, "qwen3") else model
+    split = titan._get_pipeline_metadata(degree, parallelism, layers)
+    if parallelism.module_fqns_per_model_part is None:
+        titan._generate_llm_fqn_per_model_part(*split)
 
 
 def _heads(model: Any) -> dict[str, int]:

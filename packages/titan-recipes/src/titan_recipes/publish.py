@@ -1,4 +1,4 @@
-"""After training, on rank 0: the Hugging Face folder, a fresh interpreter's word on it, the loss curve and the summary."""
+"""After training, on the rank that prints: the Hugging Face folder, a fresh interpreter's word on it, the loss curve and the summary."""
 
 import json
 import os
@@ -32,7 +32,7 @@ COUNTED_TOKENS = 20_000_000
 
 
 def publish(trainer: Trainer) -> None:
-    """Export the last checkpoint to <run>/hf, check it, draw loss.png, print what the run left. Rank 0, after training."""
+    """Export the last checkpoint to <run>/hf, check it, draw loss.png, print what the run left. One rank, after training."""
     config = trainer.config
     run = Path(config.dump_folder)
     step = complete_steps(run / config.checkpoint.folder)[-1]

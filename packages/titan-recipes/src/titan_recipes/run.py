@@ -1,4 +1,7 @@
-"""One rank's life: logging, device, config, training, and on rank 0 what a run leaves behind."""
+"""One rank's life: logging, device, config, training, and on one rank what a run leaves behind.
+
+That rank is the one with the loss, which also prints: rank 0, or with pipeline parallel the first of the last stage.
+"""
 
 import os
 import signal
@@ -180,8 +183,7 @@ def train_rank(options: Options) -> Outcome:
         say(f"\nstopped by {signal.Signals(stopped_by).name} after step {step}. {where}")
         if step and config.checkpoint.enable and not config.checkpoint.load_only:
             say(f"to go on:  {options.command}")
-    elif rank == 0 and config.checkpoint.enable and not config.checkpoint.load_only:
-        set_up_logging(Path(options.dump_folder) / "logs" / f"rank-{rank}.log", console=True)
+    elif prints and config.checkpoint.enable and not config.checkpoint.load_only:
         from .publish import publish
 
         publish(trainer)

@@ -16,12 +16,25 @@ from torchtitan.protocols.model_spec import ModelSpec
 
 from .errors import UserError
 
-__all__ = ["simple_fsdp"]
+__all__ = ["refuse_unfit", "simple_fsdp"]
 
 
 def simple_fsdp(spec: ModelSpec) -> ModelSpec:
     """`spec` sharded by SimpleFSDP in FSDP2's place."""
     return replace(spec, parallelize_fn=_parallelize)
+
+
+def refuse_unfit(spec: ModelSpec, parallelism: Any) -> None:
+    """Raise UserError if `spec` is sharded by SimpleFSDP and `parallelism` asks for what that cannot do."""
+    p = parallelism
+    if spec.parallelize_fn is not _parallelize:
+        return
+    if p.spmd_backend != "partial_dtensor" or p.context_parallel_degree > 1 or p.pipeline_parallel_degree > 1:
+        raise UserError(
+            "SimpleFSDP runs with parallelism.spmd_backend partial_dtensor and without context or pipeline parallel; found "
+            f"{p.spmd_backend}, context_parallel {p.context_parallel_degree}, pipeline_parallel {p.pipeline_parallel_degree}.\n"
+            "Change these, or leave simple_fsdp(...) out of the recipe."
+        )
 
 
 def _parallelize(
@@ -38,11 +51,6 @@ def _parallelize(
     from torchtitan.experiments.graph_trainer.common_utils import apply_simple_fsdp
     from torchtitan.experiments.graph_trainer.simple_fsdp import _wrap_class_cache, disable_active_parametrization
 
-    if parallelism.spmd_backend != "partial_dtensor" or parallel_dims.cp_enabled or parallel_dims.pp_enabled:
-        raise UserError(
-            "SimpleFSDP runs with parallelism.spmd_backend partial_dtensor and without context or pipeline parallel; found "
-            f"{parallelism.spmd_backend}, context_parallel {parallel_dims.cp}, pipeline_parallel {parallel_dims.pp}."
-        )
     if parallel_dims.tp_enabled:
         model.parallelize(parallel_dims)
     if ac_config is not None:

@@ -37,9 +37,13 @@ class StopRequest:
 
     def agreed(self) -> bool:
         """True on every rank as soon as one rank was signalled. Collective."""
-        if self._group is None:
-            return self.signal is not None
-        flag = torch.tensor(self.signal or 0)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self._group)
-        self.signal = int(flag) or None
+        self.signal = self.highest(self.signal or 0) or None
         return self.signal is not None
+
+    def highest(self, value: int) -> int:
+        """The highest `value` of all ranks. Collective."""
+        if self._group is None:
+            return value
+        found = torch.tensor(value)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
+        return int(found)

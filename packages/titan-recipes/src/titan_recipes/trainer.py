@@ -74,15 +74,24 @@ class Trainer(titan.Trainer):
         self._pad_data_to_whole_steps()
         self.shapes = ShapeWatch()
         self.metrics_processor.more = RoutingWatch(self.model_config, self.model_parts).record
-        sizes = [(p.numel(), p.requires_grad) for part in self.model_parts for p in part.parameters()]
-        total, trainable = sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains)
-        where = " in this pipeline stage" if self.parallel_dims.pp_enabled else ""
-        if self.metrics_processor.prints:
-            say(f"model: {config.model_spec.flavor}, {total:,} parameters{where}, {trainable:,} trainable")
+        total, trainable = self._count_parameters()
+        say(f"model: {config.model_spec.flavor}, {total:,} parameters, {trainable:,} trainable")
         if config.expected_trainable not in (None, trainable):
             raise UserError(
-                f"The recipe expects {config.expected_trainable:,} trainable parameters{where}; {trainable:,} of {total:,} would train."
+                f"The recipe expects {config.expected_trainable:,} trainable parameters; {trainable:,} of {total:,} would train."
             )
+
+    def _count_parameters(self) -> tuple[int, int]:
+        """All parameters and those that train, of all pipeline stages."""
+        parameters = [p for part in self.model_parts for p in part.parameters()]
+        counts = torch.tensor(
+            [sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)]
+        )
+        if self.parallel_dims.pp_enabled:
+            counts = counts.to(self.device)
+            torch.distributed.all_reduce(counts, group=self.parallel_dims.get_mesh("pp").get_group())
+        total, trainable = counts.tolist()
+        return total, trainable
 
     def _pad_data_to_whole_steps(self) -> None:
         """TorchTitan drops a step whose batches the data cannot fill: have the loaders pad the last one."""
@@ -108,7 +117,7 @@ class Trainer(titan.Trainer):
 
     def _check_finite(self) -> None:
         """No loss since the last look, and no weight, is NaN: such a step is not saved."""
-        self.losses.check()
+        self.losses.check(self.stop.highest)
         check_written(states_of(self.model_parts), f"step {self.step}")
 
     def _remembering(self, validate: Callable[..., None]) -> Callable[..., None]:
@@ -134,13 +143,18 @@ class Trainer(titan.Trainer):
             self.checkpointer.maybe_wait_for_saving()
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
+        not_finite: RuntimeError | None = None
         try:
             super().train_step(data_iterator)
-            if self.metrics_processor.should_log(self.step):
+        except RuntimeError as error:
+            if not str(error).startswith("Loss is not finite"):
                 self.losses.check()
-        except RuntimeError:
-            self.losses.check()  # TorchTitan saw that the loss is not finite: say since when
-            raise
+                raise
+            not_finite = error  # TorchTitan looks where the loss is; pipeline stages without one learn of it below
+        if not_finite is not None or self.metrics_processor.should_log(self.step):
+            self.losses.check(self.stop.highest)
+        if not_finite is not None:
+            raise not_finite
         self.finished_step = self.step
         if self.expected_loss is not None:
             self._report_first_loss(self.expected_loss)
@@ -182,7 +196,8 @@ class Trainer(titan.Trainer):
             self.metrics_processor.start(self.step, self.config.training.steps)
             self.finished_step = self.step
             training = self.config.training
-            tokens = self.gradient_accumulation_steps * training.local_batch_size * training.seq_len * self._data_ranks
+            batch = training.local_batch_size * self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
+            tokens = self.gradient_accumulation_steps * batch * training.seq_len
             self.expected_loss = random_loss(self.model_parts, self.model_config.vocab_size, tokens)
         return not self.stop.agreed() and super().should_continue_training()
 
@@ -206,6 +221,9 @@ class Trainer(titan.Trainer):
         )
 
 
+_NEVER = 1 << 62
+
+
 class LossWatch:
     """Keeps each step's loss on the device and looks at it where the host waits for the device anyway."""
 
@@ -221,13 +239,13 @@ class LossWatch:
             self._step, self.first = step, self.first.to(loss.device) + loss.sum()
         self._unseen.append((step, loss))
 
-    def check(self) -> None:
-        """Raise UserError with the first step whose loss was not finite."""
+    def check(self, highest: Callable[[int], int] = int) -> None:
+        """Raise UserError with the first step whose loss was not finite; `highest` of all ranks asks for one on any rank."""
         seen, self._unseen = self._unseen, []
-        bad = next((step for step, loss in seen if not bool(loss.isfinite().all())), None)
-        if bad is not None:
+        bad = -highest(-next((step for step, loss in seen if not bool(loss.isfinite().all())), _NEVER))
+        if bad < _NEVER:
             raise UserError(
-                f"The loss of step {bad} is not finite on this rank; nothing was saved since. The checkpoints before are good.\n"
+                f"The loss of step {bad} is not finite; nothing was saved since. The checkpoints before are good.\n"
                 "Look at that step's batch (positions, ids, labels), lower the learning rate, or resume from the last checkpoint "
                 "with other data (--dataloader.seed)."
             )

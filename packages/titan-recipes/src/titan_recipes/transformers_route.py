@@ -12,7 +12,7 @@ Shapes: B = batch, L = sequence (K as keys), N = heads, H = head dim.
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,22 +23,24 @@ from qwen3_core import Qwen3Config
 from qwen3_core.accounting import training_flops_per_token
 from torch import nn
 from torchtitan.components.optimizer import register_moe_load_balancing_hook
+from torchtitan.distributed.parallel_dims import MeshAxisName
 from torchtitan.experiments.transformers_modeling_backend import HFTransformerModel
-from torchtitan.experiments.transformers_modeling_backend.model import HFFlexKernel
+from torchtitan.experiments.transformers_modeling_backend.model import HFFlexKernel, SliceableModuleDict
 from torchtitan.experiments.transformers_modeling_backend.parallelize import parallelize_hf_transformers
 from torchtitan.experiments.transformers_modeling_backend.pipeline import pipeline_hf_transformers
 from torchtitan.models.common.moe import MoE
 from torchtitan.models.common.moe_sharding import set_moe_sharding_config
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.protocols.sharding import ShardingConfig, SpmdLayout
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from transformers import AttentionInterface, AutoConfig, PreTrainedConfig
 
-from .attention import Mask, document_mask_B1LK
+from .attention import Mask, attention_mask_B1LK
 from .balance import share_balance
-from .errors import UserError
 from .moe import moe_config
 from .spec import reduce_by_sum_on_gloo
+from .stages import sendable, sends_its_gradient
 
 __all__ = ["TransformersQwen3", "transformers_model_spec"]
 
@@ -94,7 +96,7 @@ def _sdpa(
 
 
 class SDPAKernel(HFFlexKernel):
-    """The attention of one layer, under the sharding that the backend declares for its flex kernel."""
+    """The attention of one layer, under the sharding that the backend declares for its flex kernel (and `_all_keys`)."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(HFFlexKernel.Config):
@@ -111,6 +113,19 @@ class SDPAKernel(HFFlexKernel):
         **kwargs: Any,
     ) -> torch.Tensor:
         return _sdpa(query, key, value, block_mask, kwargs.get("scaling"))
+
+
+def _all_keys(sharding: ShardingConfig) -> ShardingConfig:
+    """`sharding` of q, k, v, with k and v gathered over context-parallel ranks, as the native route declares it.
+
+    The backend gathers them in a wrapper around its flex kernel, which goes with that kernel.
+    """
+    assert sharding.in_dst_shardings is not None
+    gathered = {
+        name: SpmdLayout(layout.axis_types | {MeshAxisName.CP: spmd.R}) if name != "query" else layout
+        for name, layout in sharding.in_dst_shardings.items()
+    }
+    return replace(sharding, in_dst_shardings=gathered)
 
 
 def _attention(
@@ -136,6 +151,8 @@ class TransformersQwen3(HFTransformerModel):
     class Config(BaseModel.Config):
         qwen3: Qwen3Config
         document_mask: Mask = "block"
+        load_balancer: str | None = None
+        """The run's parallelism.context_parallel_load_balancer."""
         moe: MoE.Config | None = None
         """What each sparse layer has. One config for all, where overrides find it."""
 
@@ -157,10 +174,7 @@ class TransformersQwen3(HFTransformerModel):
 
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             parallelism = config.parallelism
-            if parallelism.spmd_backend != "spmd_types":
-                raise UserError(
-                    f"parallelism.spmd_backend is {parallelism.spmd_backend!r}; the Transformers route runs with 'spmd_types'."
-                )
+            self.load_balancer = parallelism.context_parallel_load_balancer
             if self.moe is not None:
                 self.moe.router._debug_force_load_balance = config.debug.moe_force_load_balance
                 set_moe_sharding_config(
@@ -197,15 +211,13 @@ class TransformersQwen3(HFTransformerModel):
 
     def parallelize(self, parallel_dims: Any) -> None:
         """Put SDPA in the place of the flex kernels, under the same sharding, then shard; FSDP, later, sees tied weights."""
-        if parallel_dims.cp_enabled:
-            raise UserError(
-                "Context parallel is not supported on the Transformers route: attention would see the local keys alone.\n"
-                "Set --parallelism.context_parallel_degree 1."
-            )
+        # A pipeline stage of embedding or head alone is left a dict of layers that HF's forward cannot slice.
+        if not len(self.layers):
+            self.model.model.layers = SliceableModuleDict()
         log.info("swap: %s.%s for %s in every layer", SDPAKernel.__module__, SDPAKernel.__name__, HFFlexKernel.__name__)
         for layer in self.layers.values():
-            flex = layer.self_attn._titan_flex_kernel
-            layer.self_attn._titan_flex_kernel = SDPAKernel.Config(sharding_config=flex._sharding_config).build()
+            sharding = _all_keys(layer.self_attn._titan_flex_kernel._sharding_config)
+            layer.self_attn._titan_flex_kernel = SDPAKernel.Config(sharding_config=sharding).build()
         super().parallelize(parallel_dims)
         self._tie()
 
@@ -243,10 +255,12 @@ class TransformersQwen3(HFTransformerModel):
         """tokens [B, L] (a later pipeline stage: hidden states), positions [B, L] -> logits [B, L, V] (or hidden states)."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[0], -1)
-        elif attention_masks is None and self.config.document_mask == "block":
-            attention_masks = document_mask_B1LK(positions)
+        elif attention_masks is None:
+            attention_masks = attention_mask_B1LK(positions, self.config.document_mask, self.config.load_balancer)
+        tokens = sends_its_gradient(tokens)
         output = self.model.model(tokens, position_ids=positions, attention_mask=attention_masks, use_cache=False)
-        return output.last_hidden_state if self._skip_lm_head else self.model.lm_head(output.last_hidden_state)
+        hidden = output.last_hidden_state
+        return sendable(hidden if self._skip_lm_head else self.model.lm_head(hidden))
 
 
 def _hf_config(config: TransformersQwen3.Config) -> PreTrainedConfig:
