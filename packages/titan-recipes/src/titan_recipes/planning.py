@@ -104,6 +104,8 @@ def dry_run(config: Any, world: int | None, name: str | None) -> int:
 
     Without `world`, the degrees' product, or one whole instance when dp_shard is left open.
     """
+    from .kernels import check_overrides
+
     start = time.perf_counter()
     try:
         machine = instance(name or INSTANCE)
@@ -132,6 +134,8 @@ def dry_run(config: Any, world: int | None, name: str | None) -> int:
     say(f"planned for {cluster.nodes} x {machine.name}: {world} cores, {plan}; nothing runs on a device here")
     for finding in validate(plan, shape, cluster, how):
         say(str(finding))
+    for line in check_overrides(config, "neuron", planned=True):
+        say(f"override: {line}")
     report = memory(plan, shape, how)
     say(memory_table(report, cluster))
     for line in _rehearse(config, plan, shape, world):
@@ -146,7 +150,7 @@ def _rehearse(config: Any, plan: ParallelPlan, shape: ModelShape, world: int) ->
     import torch.distributed as dist
     from torch._subclasses import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
-    from torchtitan.config import TORCH_DTYPE_MAP
+    from torchtitan.config import TORCH_DTYPE_MAP, apply_overrides
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed import utils as dist_utils
     from torchtitan.tools import utils
@@ -157,6 +161,7 @@ def _rehearse(config: Any, plan: ParallelPlan, shape: ModelShape, world: int) ->
         dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
         spec = config.model_spec
         spec.model.update_from_config(config=config)
+        apply_overrides(config.override, config)
         meshes = {
             axis: dims.get_optional_mesh(axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "efsdp")
         }

@@ -4,7 +4,7 @@
     transformers("Qwen/Qwen3-8B")        the Transformers class, in TorchTitan's Transformers backend
     native(Qwen3Config(vocab_size=...))  sizes of your own, by the names of config.json
 
-Both compute what qwen3-core computes from the same weights, and start from its initial distribution. docs/routes.md
+Two of the three routes; `kernels` is the native one with the overrides of titan_recipes.kernels. All compute what qwen3-core computes from the same weights, and start from its initial distribution. docs/routes.md
 compares them.
 """
 
@@ -43,7 +43,7 @@ __all__ = ["Route", "hf_config", "model_spec", "native", "route_of", "swaps", "t
 
 log = logging.getLogger(__name__)
 
-Route = Literal["native", "transformers"]
+Route = Literal["native", "transformers", "kernels"]
 
 
 def native(model: Model, *, document_mask: Mask = "block", flavor: str | None = None) -> ModelSpec:
@@ -134,15 +134,15 @@ def transformers(model: Model, *, document_mask: Mask = "block", flavor: str | N
 def model_spec(
     model: Model, *, route: str = "native", document_mask: Mask = "block", flavor: str | None = None
 ) -> ModelSpec:
-    """`native` or `transformers`, by name. Raises UserError for another route."""
-    routes = {"native": native, "transformers": transformers}
+    """`native` (that of `kernels`, too) or `transformers`, by the route's name. Raises UserError for another route."""
+    routes = {"native": native, "transformers": transformers, "kernels": native}
     if route not in routes:
         raise UserError(f"route {route!r} is unknown; choose one of {', '.join(routes)}.")
     return routes[route](model, document_mask=document_mask, flavor=flavor)
 
 
 def route_of(spec: ModelSpec) -> Route:
-    """The route that a spec of this module takes. Raises UserError for a spec of another's making."""
+    """The route whose model a spec of this module is (`kernels` has the native one). UserError for a spec of another's making."""
     if getattr(spec.model, "qwen3", None) is None:
         raise UserError(
             f"The recipe's model spec ({spec.name} {spec.flavor}) is not one of titan_recipes.spec: it has no route to change. "
@@ -168,10 +168,13 @@ def use_model(
     """Set every field of a recipe's config that depends on the model; what is None stays as the recipe has it.
 
     A folder's tokenizer becomes hf_assets_path, and its weights are what a fresh run starts from (`weights=False`: only its
-    sizes; True: they have to be there).
+    sizes; True: they have to be there). `kernels` keeps a recipe's choice of kernels, or takes nki-moe's experts in every layer;
+    another route takes none.
     """
     assert config.model_spec is not None
     own, old = route_of(config.model_spec), config.model_spec.model
+    if route is not None:
+        _use_kernels(config, route == "kernels")
     route = route or own
     if model is None:
         config.model_spec = model_spec(
@@ -190,6 +193,16 @@ def use_model(
     if source.weights is not None and weights is not False:
         config.checkpoint.initial_load_path = str(source.weights)
         config.checkpoint.initial_load_in_hf = True  # a step too: read through the same table, it starts either route
+
+
+def _use_kernels(config: "Trainer.Config", wanted: bool) -> None:
+    from .kernels import is_kernel, kernel
+
+    imports = config.override.imports
+    if not wanted:
+        config.override.imports = [entry for entry in imports if not is_kernel(entry)]
+    elif not any(is_kernel(entry) for entry in imports):
+        config.override.imports = [*imports, kernel("experts")]
 
 
 def parallelize(model: nn.Module, **kwargs: Any) -> nn.Module:
