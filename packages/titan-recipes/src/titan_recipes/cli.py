@@ -159,9 +159,9 @@ def _main(arguments: list[str], recipes: Path) -> int:
         return dry_run(build_config(replace(run_options, device="neuron")), options.nproc, options.instance)
     config = build_config(run_options)
     world = int(os.environ["WORLD_SIZE"]) if under_torchrun else options.nproc or world_size_of(config)
+    overrides = check_overrides(config, device)
     check(config, world, resume=options.resume)
     check_plan(config, world, device)
-    overrides = check_overrides(config, device)
     if first:
         print(
             f"device: {device}{' (chosen by auto)' if options.device == 'auto' else ''}, {world} rank{'s' if world > 1 else ''}"

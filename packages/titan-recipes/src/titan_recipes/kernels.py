@@ -192,11 +192,10 @@ def _refusal(claim: _Claim, config: Any, provider: Provider) -> str | None:
 
 def _claims_nothing(found: Override, config: Any) -> str:
     names = [fqn.removeprefix(_ROOT) for fqn, *_ in config.traverse(found.target_cls)]
-    there = f"it has {len(names)}, from {names[0]} to {names[-1]}" if names else "it has none"
+    there = f"the config has {len(names)}, {names[0]} to {names[-1]}" if names else "the config has none"
     wanted = " or ".join(repr(glob) for glob in found.fqns or () if not glob.startswith(_ROOT))
     return (
-        f"Override {found.name} replaces nothing: it is for {_kind(found)}{f' named {wanted}' if wanted else ''} in the config, and "
-        f"{there}.\n"
+        f"Override {found.name} replaces nothing: it is for {_kind(found)}{f' named {wanted}' if wanted else ''}, and {there}.\n"
         + ("Correct the glob" if names else "Choose a model that has some (experts: a mixture of experts)")
         + ", or take the override out of override.imports."
     )
