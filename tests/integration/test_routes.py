@@ -1,10 +1,11 @@
-"""Contract: from the same weights, both routes have plain Transformers' first loss and gradients, in every layout; and what
+"""Contract: from the same weights, all routes have plain Transformers' first loss and gradients, in every layout; and what
 was not initialised or not read stops the run by name.
 
 The reference is the Transformers class without TorchTitan, each document run alone; so masks, positions, RoPE, loss and the
 reduction over ranks are compared as well as the model. Float32, losses and gradients within 1e-5 of the largest entry.
 """
 
+import itertools
 import os
 from functools import cache
 from itertools import pairwise
@@ -153,8 +154,10 @@ def assert_close(name: str, ours: torch.Tensor, reference: torch.Tensor) -> None
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ["dense", "moe"])
-@pytest.mark.parametrize("route", ["native", "transformers"])
+@pytest.mark.parametrize(
+    "route, kind",
+    [*itertools.product(["native", "transformers"], ["dense", "moe"]), ("kernels", "moe")],
+)
 def test_the_first_loss_and_all_gradients_are_plain_transformers(
     folders: dict[str, Path], tmp_path: Path, route: str, kind: str, layout: str
 ) -> None:
