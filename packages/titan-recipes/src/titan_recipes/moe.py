@@ -20,8 +20,10 @@ from torch.distributed.tensor import DTensor
 from torchtitan.distributed.spmd_types import spmd_mesh_size
 from torchtitan.distributed.utils import get_spmd_backend
 from torchtitan.models.common import Linear
-from torchtitan.models.common.config_utils import make_moe_config, make_token_dispatcher_config
+from torchtitan.models.common.config_utils import make_moe_config
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
+
+from .dispatch import GatherTokenDispatcher
 
 __all__ = ["Float32Linear", "SameDtypeExperts", "moe_config"]
 
@@ -83,8 +85,8 @@ def moe_config(config: Qwen3Config, init: Callable[[torch.Tensor], object]) -> M
                 num_experts=config.num_experts,
                 param_init={"w1_EFD": init, "w2_EDF": init, "w3_EFD": init},
             ),
-            token_dispatcher=make_token_dispatcher_config(
-                num_experts=config.num_experts, top_k=config.num_experts_per_tok, comm_backend="standard"
+            token_dispatcher=GatherTokenDispatcher.Config(
+                num_experts=config.num_experts, top_k=config.num_experts_per_tok
             ),
         ),
     )
