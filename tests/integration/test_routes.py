@@ -5,7 +5,6 @@ The reference is the Transformers class without TorchTitan, each document run al
 reduction over ranks are compared as well as the model. Float32, losses and gradients within 1e-5 of the largest entry.
 """
 
-import itertools
 import os
 from functools import cache
 from itertools import pairwise
@@ -30,7 +29,16 @@ SIZES: dict[str, Any] = {
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
 PLAIN = {"rope_type": "default", "rope_theta": 1e6}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
-LAYOUTS = {"one": {}, "fsdp": {"data_parallel_shard_degree": 2}, "tp": {"tensor_parallel_degree": 2}}
+FSDP = {"data_parallel_shard_degree": 2}
+LAYOUTS = {"one": {}, "fsdp": FSDP, "tp": {"tensor_parallel_degree": 2}, "ep": {**FSDP, "expert_parallel_degree": 2}}
+# Transformers' model takes nki-moe's experts by the same override.
+RUNS = [
+    (route, kind, layout)
+    for route in ("native", "transformers", "kernels", "transformers with kernels")
+    for kind in ("dense", "moe")
+    for layout in LAYOUTS
+    if kind == "moe" or ("kernels" not in route and layout != "ep")
+]
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +76,13 @@ def first_step(
     from titan_recipes.checkpoint import StepCheckpoints
     from titan_recipes.data import TextDataLoader
     from titan_recipes.defaults import apply_device_defaults
+    from titan_recipes.kernels import NkiExperts, kernel
     from titan_recipes.spec import native, use_model
     from titan_recipes.trainer import Trainer
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.components.optimizer import default_adamw
     from torchtitan.config import TrainingConfig
+    from torchtitan.models.common.moe import GroupedExperts
 
     config = Trainer.Config(
         model_spec=native("debug"),
@@ -91,7 +101,9 @@ def first_step(
         checkpoint=StepCheckpoints.Config(enable=True),
         dump_folder=str(run),
     )
-    use_model(config, folder, route=route)
+    use_model(config, folder, route=route.split()[0])
+    if route.endswith("with kernels"):
+        config.override.imports = [kernel("experts")]
     for name, degree in layout.items():
         setattr(config.parallelism, name, degree)
     apply_device_defaults(config, "cpu")
@@ -121,6 +133,8 @@ def first_step(
     trainer.step = 1
     trainer.train_step(watched(trainer.batch_generator(trainer.dataloader)))
     trainer.close()
+    experts = [type(m) for part in trainer.model_parts for m in part.modules() if isinstance(m, GroupedExperts)]
+    assert all((kind is NkiExperts) == ("kernels" in route) for kind in experts)
     hub = convert_state(gradients, Layout.PER_EXPERT).tensors
     arrays = {
         name: t.numpy() for name, t in hub.items()
@@ -153,18 +167,14 @@ def assert_close(name: str, ours: torch.Tensor, reference: torch.Tensor) -> None
     assert worst <= BOUND * scale, f"{name}: max|a-b| = {worst:.3e} = {worst / scale:.2e} max|b|"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    "route, kind",
-    [*itertools.product(["native", "transformers"], ["dense", "moe"]), ("kernels", "moe")],
-)
+@pytest.mark.parametrize("route, kind, layout", RUNS)
 def test_the_first_loss_and_all_gradients_are_plain_transformers(
     folders: dict[str, Path], tmp_path: Path, route: str, kind: str, layout: str
 ) -> None:
     degrees = LAYOUTS[layout]
     os.environ.pop("TORCHELASTIC_RUN_ID", None)
     ranks = run_ranks(first_step, 2 if degrees else 1, folders[kind], route, degrees, tmp_path)
-    parts = ranks if layout == "fsdp" else ranks[:1]  # tensor-parallel ranks have the same batch
+    parts = ranks if layout in ("fsdp", "ep") else ranks[:1]  # tensor-parallel ranks have the same batch
     batch = [np.concatenate([part["batch"][i] for part in parts]) for i in range(3)]
     assert ((batch[1] == 0).sum(1) > 1).any()  # packed: there are masks to get wrong
     loss, gradients = plain(folders[kind], tuple(array.tobytes() for array in batch))
