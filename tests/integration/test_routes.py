@@ -6,6 +6,7 @@ reduction over ranks are compared as well as the model. Float32, losses and grad
 """
 
 import os
+from collections import Counter
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -37,7 +38,8 @@ RUNS = [
     for route in ("native", "transformers", "kernels", "transformers with kernels")
     for kind in ("dense", "moe")
     for layout in LAYOUTS
-    if kind == "moe" or ("kernels" not in route and layout != "ep")
+    if (kind == "moe" or ("kernels" not in route and layout != "ep"))
+    and (route != "transformers with kernels" or layout in ("one", "ep"))
 ]
 
 
@@ -53,7 +55,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     moe = transformers.Qwen3MoeConfig(
         **SIZES, **EXPERTS, tie_word_embeddings=False, rope_parameters=PLAIN, mlp_only_layers=[0]
     )
-    models = {"dense": transformers.Qwen3ForCausalLM(dense), "moe": transformers.Qwen3MoeForCausalLM(moe)}
+    widths = {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 4}  # what kernels take at LNC=1
+    wide = transformers.Qwen3MoeConfig(
+        **{**SIZES, **EXPERTS, **widths}, tie_word_embeddings=False, rope_parameters=PLAIN
+    )
+    models = {
+        "dense": transformers.Qwen3ForCausalLM(dense),
+        "moe": transformers.Qwen3MoeForCausalLM(moe),
+        "wide": transformers.Qwen3MoeForCausalLM(wide),
+    }
     for name, model in models.items():
         with torch.no_grad():
             for p in model.parameters():
@@ -67,7 +77,14 @@ def documents() -> list[str]:
 
 
 def first_step(
-    rank: int, folder: Path, route: str, layout: dict[str, int], run: Path, micro_batches: int = 1, few: bool = False
+    rank: int,
+    folder: Path,
+    route: str,
+    layout: dict[str, int],
+    run: Path,
+    micro_batches: int = 1,
+    few: bool = False,
+    recompute: bool = False,
 ) -> dict[str, Any]:
     """One step of the trainer: this rank's batch, the loss, and all gradients under the Hub's names.
 
@@ -82,6 +99,7 @@ def first_step(
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.components.optimizer import default_adamw
     from torchtitan.config import TrainingConfig
+    from torchtitan.distributed.activation_checkpoint import FullAC
     from torchtitan.models.common.moe import GroupedExperts
 
     config = Trainer.Config(
@@ -97,7 +115,7 @@ def first_step(
         ),
         optimizer=default_adamw(lr=1e-3),
         loss=CrossEntropyLoss.Config(global_vocab_size=2048),
-        activation_checkpoint=None,
+        activation_checkpoint=FullAC.Config() if recompute else None,
         checkpoint=StepCheckpoints.Config(enable=True),
         dump_folder=str(run),
     )
@@ -140,7 +158,7 @@ def first_step(
         name: t.numpy() for name, t in hub.items()
     }  # tensors would go through shared memory that dies with the rank
     batch = [torch.cat(parts).numpy() for parts in zip(*batches, strict=True)]
-    return {"batch": batch, "loss": losses[0], "gradients": arrays if rank == 0 else {}}
+    return {"batch": batch, "loss": losses[0], "gradients": arrays if rank == 0 else {}, "kernels": dict(CALLS)}
 
 
 @cache
@@ -171,9 +189,45 @@ def assert_close(name: str, ours: torch.Tensor, reference: torch.Tensor) -> None
 def test_the_first_loss_and_all_gradients_are_plain_transformers(
     folders: dict[str, Path], tmp_path: Path, route: str, kind: str, layout: str
 ) -> None:
+    compare(folders, tmp_path, route, kind, layout)
+
+
+@pytest.mark.parametrize("layout, recompute", [("one", True), ("ep", False)])
+def test_on_nki_sim_each_layer_runs_its_kernels_and_the_numbers_are_plain_transformers(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, recompute: bool
+) -> None:
+    """Route 3 on the kernels themselves: a forward pass, its repetition under full checkpointing, and two backward passes."""
+    from nki_sim.kernel import Program
+
+    run = Program.run
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        CALLS[self.kernel.__name__] += 1
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(Program, "run", counted)
+    monkeypatch.setenv("NKI_MOE_BACKEND", "sim")
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
+    layers = SIZES["num_hidden_layers"]
+    for rank in compare(folders, tmp_path, "kernels", "wide", layout, recompute):
+        assert rank["kernels"] == {
+            "forward": layers * (1 + recompute), "backward_data": layers, "backward_weights": layers
+        }  # fmt: skip
+
+
+CALLS: Counter[str] = Counter()
+"""Kernels that nki-sim ran, by name, in this process."""
+
+
+def compare(
+    folders: dict[str, Path], tmp_path: Path, route: str, kind: str, layout: str, recompute: bool = False
+) -> list[dict[str, Any]]:
+    """Assert that a first step is plain Transformers'; what each rank reported."""
     degrees = LAYOUTS[layout]
     os.environ.pop("TORCHELASTIC_RUN_ID", None)
-    ranks = run_ranks(first_step, 2 if degrees else 1, folders[kind], route, degrees, tmp_path)
+    ranks = run_ranks(
+        first_step, 2 if degrees else 1, folders[kind], route, degrees, tmp_path, 1, False, recompute, timeout=240
+    )
     parts = ranks if layout in ("fsdp", "ep") else ranks[:1]  # tensor-parallel ranks have the same batch
     batch = [np.concatenate([part["batch"][i] for part in parts]) for i in range(3)]
     assert ((batch[1] == 0).sum(1) > 1).any()  # packed: there are masks to get wrong
@@ -185,6 +239,7 @@ def test_the_first_loss_and_all_gradients_are_plain_transformers(
     assert found.keys() == gradients.keys()
     for name, gradient in gradients.items():
         assert_close(name, torch.from_numpy(found[name]), gradient)
+    return ranks
 
 
 @pytest.mark.parametrize("degrees, micro_batches", [({}, 2), (LAYOUTS["fsdp"], 1)], ids=["accumulated", "fsdp"])
