@@ -19,6 +19,11 @@ from .logs import say
 __all__ = ["INSTANCE", "check_plan", "dry_run", "plan_of"]
 
 INSTANCE = "trn2.48xlarge"
+_DISPATCHERS = {
+    "GatherTokenDispatcher": "gather",
+    "CapacityTokenDispatcher": "capacity",
+    "AllToAllTokenDispatcher": "all-to-all",
+}
 _CHECKPOINTING = {"SaveLinears": "linears", "FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "selective"}
 
 
@@ -54,22 +59,34 @@ def plan_of(config: Any, world: int) -> tuple[ParallelPlan, ModelShape, Training
         loss_chunks=getattr(config.loss, "num_chunks", 1),
         expert_bytes=compute,
         reshard=p.fsdp_reshard_after_forward,
+        **_dispatch(config.model_spec.model),
     )
     return plan, ModelShape.from_hf(qwen3.to_hf()), how
 
 
 def _checkpointing(config: Any) -> Any:
-    """Planning's word for an activation-checkpointing config; a subclass of TorchTitan's counts as that.
+    """Planning's word for an activation-checkpointing config; UserError for a kind of which nothing is known."""
+    return "none" if config is None else _word(config, _CHECKPOINTING, "activation_checkpoint")
 
-    Raises UserError for a kind of which nothing is known.
-    """
-    if config is None:
-        return "none"
+
+def _dispatch(model: Any) -> dict[str, Any]:
+    """Planning's word for what brings tokens to a model's experts, and its capacity."""
+    from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+
+    for _, dispatcher, _, _ in model.traverse(LocalTokenDispatcher.Config):
+        capacity = getattr(dispatcher, "capacity_factor", None)
+        word = _word(dispatcher, _DISPATCHERS, "token_dispatcher")
+        return {"dispatcher": word} | ({} if capacity is None else {"capacity_factor": capacity})
+    return {}
+
+
+def _word(config: Any, table: dict[str, str], field: str) -> str:
+    """Planning's word for a config by its class; a subclass counts as what it derives from."""
     for kind in type(config)._owner.__mro__:
-        if kind.__name__ in _CHECKPOINTING:
-            return _CHECKPOINTING[kind.__name__]
+        if kind.__name__ in table:
+            return table[kind.__name__]
     raise UserError(
-        f"activation_checkpoint is a {type(config)._owner.__name__}: its memory is not modelled. Known: {', '.join(_CHECKPOINTING)}."
+        f"{field} is a {type(config)._owner.__name__}: its memory is not modelled. Known: {', '.join(table)}."
     )
 
 
