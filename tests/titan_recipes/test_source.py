@@ -93,3 +93,14 @@ def test_auto_map_in_a_tokenizers_config_is_refused(tmp_path):
 def test_a_folder_without_configuration_has_nothing_to_refuse(tmp_path):
     refuse_remote_code(tmp_path)
     refuse_remote_code(tmp_path / "nowhere")
+
+
+def test_another_model_reaches_a_loss_that_wraps_another():
+    from titan_recipes.spec import native, use_model
+    from titan_recipes.trainer import Trainer
+    from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+
+    loss = ChunkedLossWrapper.Config(num_chunks=2, loss_fn=CrossEntropyLoss.Config(global_vocab_size=1))
+    config = Trainer.Config(model_spec=native("debug"), loss=loss)
+    use_model(config, "0.6B")
+    assert config.loss.loss_fn.global_vocab_size == 151936

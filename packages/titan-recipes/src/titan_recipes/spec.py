@@ -20,6 +20,7 @@ from qwen3_core import Qwen3Config
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.optimizer import register_moe_load_balancing_hook
+from torchtitan.config import Configurable
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
@@ -188,8 +189,9 @@ def use_model(
     config.model_spec = model_spec(source.config, route=route, document_mask=old.document_mask, flavor=source.name)
     _keep_choices(old, config.model_spec)
     config.expected_trainable = None  # it was another model's
-    if hasattr(config.loss, "global_vocab_size"):
-        config.loss.global_vocab_size = source.config.vocab_size
+    for _, loss, _, _ in config.loss.traverse(Configurable.Config, recurse=True):  # one may wrap another
+        if hasattr(loss, "global_vocab_size"):
+            loss.global_vocab_size = source.config.vocab_size
     if source.tokenizer is not None:
         config.hf_assets_path = str(source.tokenizer)
     if weights and source.weights is None:
