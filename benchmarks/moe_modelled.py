@@ -75,9 +75,9 @@ def measure(R: int, E: int, even: bool, lnc: int, fused: bool) -> list[dict[str,
     from nki_moe.experts import launch
 
     generator = torch.Generator().manual_seed(0)
-    x, dy = (torch.randn(R, D, generator=generator).bfloat16() for _ in range(2))
-    w1, w3 = ((torch.randn(E, F, D, generator=generator) * 0.02).bfloat16() for _ in range(2))
-    w2 = (torch.randn(E, D, F, generator=generator) * 0.02).bfloat16()
+    x, dy = torch.zeros(2, R, D, dtype=torch.bfloat16)  # nobody looks at the values
+    w1, w3 = torch.zeros(2, E, F, D, dtype=torch.bfloat16)
+    w2 = torch.zeros(E, D, F, dtype=torch.bfloat16)
     order = scores = None
     if fused:
         K = 8

@@ -151,20 +151,20 @@ def schedule(events: list[Event], model: Model) -> float:
     free: dict[Queue, float] = {}  # when an engine, a ring or (core, "dma"), the shared bandwidth, is free
     done: dict[int, float] = {}
     while heads:
-        ready: list[tuple[float, Queue]] = []
+        ready: list[tuple[float, float, Queue]] = []
         for queue, at in heads.items():
             event = events[queues[queue][at]]
             if all(n in done for n in event.after):
                 waits = [free.get(queue, 0.0), *(done[n] for n in event.after)]
                 shared = free.get((event.core, "dma"), 0.0) if event.instr.engine == "dma" else 0.0
-                ready.append((max(*waits, shared), queue))
-        start, queue = min(ready)  # never empty: dependencies point backwards
+                ready.append((max(*waits, shared), max(waits), queue))  # DMA takes what has waited longest
+        start, _, queue = min(ready)  # never empty: dependencies point backwards
         number = queues[queue][heads[queue]]
         event = events[number]
-        if event.cost.issue and event.cost.issue[1]:  # the engine that generates the descriptors
+        if event.cost.issue and event.cost.issue[1]:  # the engine that generates the descriptors, while earlier ones move
             engine, ns = (event.core, event.cost.issue[0]), event.cost.issue[1]
-            start = max(start, free.get(engine, 0.0)) + ns
-            free[engine] = start
+            free[engine] = max(free.get(engine, 0.0), *(done[n] for n in event.after), 0.0) + ns
+            start = max(start, free[engine])
         event.start, event.end = start, start + event.cost.ns
         free[queue] = event.end
         if event.instr.engine == "dma":
