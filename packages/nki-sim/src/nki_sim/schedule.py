@@ -51,6 +51,7 @@ class Recorder:
         self.addresses: dict[Key, int] = {}
         self.live: dict[tuple[int, MemoryRegion], dict[Key, tuple[int, int]]] = {}
         self.cursor: dict[tuple[int, MemoryRegion], int] = {}
+        self.met = 0  # the event in which the cores last met: only what was before that one core can wait for on the other
 
     def __call__(self, core: int, instr: Instr, located: dict[int, int]) -> None:
         if id(instr) not in self.costs:
@@ -69,6 +70,7 @@ class Recorder:
             self._access(event, number, view, located, True)
         if meeting and core == 1:  # the first half waits for what this one waits for
             self.events[number - 1].after.update(event.after - {number - 1}, self.last.get(event.queue, ()))
+            self.met = number
         self.last[event.queue] = {number}
         if instr.op in ("register_load", "register_move"):
             self.registers[core, instr.args["dst"].number] = number
@@ -111,10 +113,11 @@ class Recorder:
         for record in self.records.get(key, ()):
             (e, f, g, h), other, wrote = record
             if e < b and a < f and g < d and c < h:
-                if (write or wrote) and other != number:
+                there = self.events[other]
+                if (write or wrote) and other != number and (there.core == event.core or other <= self.met):
                     event.after.add(other)
-                same_queue = not wrote and self.events[other].queue == event.queue
-                if (write or same_queue) and a <= e and f <= b and c <= g and h <= d:
+                same_queue = not wrote and there.queue == event.queue
+                if (write or same_queue) and there.core == event.core and a <= e and f <= b and c <= g and h <= d:
                     continue  # what comes later waits for this access instead
             kept.append(record)
         self.records[key] = kept
