@@ -29,10 +29,11 @@ class Split(NamedTuple):
 
 
 class SumSplit(NamedTuple):
-    """Into how many parts a core's share of F is cut so that SBUF holds its sums; and F, of experts of one tile, which need no sums."""
+    """Into how many parts a core's share of F is cut so that SBUF holds its sums; F, of experts of one tile, which need no sums; and D."""
 
     f_splits: int
     f_splits_alone: int
+    d_splits: int
 
 
 @dataclass(frozen=True)
@@ -74,18 +75,19 @@ def check(rows: int, experts: int, hidden: int, dim: int, *, dtype: object = "bf
     b = BYTES[name]
     D, F = dim // P, hidden // P  # blocks of 128
     tables = 80 * experts + 4096  # tiling.py's, and what is small
-    gathered = D * TILE * b if b == 4 else 0  # float32 rows are gathered before they are transposed
+    gathered = dim * b if b == 4 else 0  # float32 rows are gathered before they are transposed
 
     # Bytes per partition with f blocks of F's weights and d of D's at hand: weights, a tile's input, what is computed from it.
-    def forward_f(f: int, d: int) -> int:
-        return 2 * D * f * P * b + d * F * P * b + 2 * D * TILE * b + max(gathered, 3 * f * TILE * b + 2 * TILE * 4 + out(d))
+    def forward_f(f: int, d: int) -> int:  # with room for a tail and a full tile where the whole expert is
+        tile = D * TILE * b * (2 if d else 1)
+        return 2 * D * f * P * b + d * F * P * b + tile + max(gathered, 3 * f * TILE * b + 2 * TILE * 4 + out(d))
 
     def forward_d(d: int) -> int:
         return F * d * P * b + F * TILE * b + out(d)
 
     def data_f(f: int, d: int) -> int:
-        work = 2 * f * TILE * b + 7 * TILE * 4
-        return D * f * P * b + 2 * d * F * P * b + 2 * (D + 3 * f) * TILE * b + max(gathered, work + out(d))
+        tile, work = (D + 3 * f) * TILE * b * (2 if d else 1), 2 * f * TILE * b + 7 * TILE * 4
+        return D * f * P * b + 2 * d * F * P * b + tile + max(gathered, work + out(d))
 
     def data_d(d: int) -> int:
         return 2 * F * d * P * b + 2 * F * TILE * b + out(d)
@@ -93,11 +95,11 @@ def check(rows: int, experts: int, hidden: int, dim: int, *, dtype: object = "bf
     def out(d: int) -> int:  # a slice of D, of all blocks of a tile
         return min(d, D_SLICE) * TILE * b
 
-    def one(f: int) -> int:
-        return (2 * D + 3 * f) * TILE * b + max(dim, hidden) * b + 2 * max(dim, f * P) * b
+    def one(f: int, d: int) -> int:
+        return (2 * d + 3 * f) * TILE * b + 2 * max(d, f) * P * b
 
-    def several(f: int) -> int:
-        return one(f) + 3 * f * P * D * 4
+    def several(f: int, d: int) -> int:
+        return (2 * d + 3 * f) * TILE * b + max(d, f) * P * b + 3 * f * P * d * 4
 
     where = f"D={dim} F={hidden} {name} at LNC={lnc}"
     used = []
@@ -120,7 +122,10 @@ def check(rows: int, experts: int, hidden: int, dim: int, *, dtype: object = "bf
         return Split(fewest(kernel, F, lambda f: need_f(f, 0)), fewest(kernel, D, need_d), False)
 
     forward, data = split("forward", forward_f, forward_d), split("backward for the data", data_f, data_d)
-    weights = SumSplit(*(fewest("backward for the weights", n, need) for n, need in ((F // lnc, several), (F, one))))
+    kernel = "backward for the weights"
+    d_splits = fewest(kernel, D, lambda d: max(several(1, d), one(1, d)))
+    sums = fewest(kernel, F // lnc, lambda f: several(f, D // d_splits))
+    weights = SumSplit(sums, fewest(kernel, F, lambda f: one(f, D // d_splits)), d_splits)
     return Fit(lnc, forward, data, weights, max(used))
 
 

@@ -33,6 +33,7 @@ __all__ = [
     "TAIL_ROW",
     "TAIL_ROWS",
     "TILE",
+    "WEIGHTS",
     "WIDTH",
     "Routing",
     "columns",

@@ -103,7 +103,7 @@ def backward_data(
                     at.multiply(dx_rows, 0, [dkept_sb[:, 0], dkept_sb[:, 1]], w13_sbs)
 
             def full(at: Tile) -> None:
-                buffer_sb = nl.ndarray(tail_sb.shape, dtype, buffer=nl.sbuf)
+                buffer_sb = nl.ndarray(tail_sb.shape, dtype, buffer=nl.sbuf) if whole else tail_sb
                 load(at, buffer_sb)
                 run(at, buffer_sb)
 

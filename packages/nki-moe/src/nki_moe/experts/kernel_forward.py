@@ -75,7 +75,7 @@ def forward(
                     at.multiply(y_rows, 0, [h_sb], w2_sbs)
 
             def full(at: Tile) -> None:
-                xT_sb = nl.ndarray((P, D // P, at.n), dtype, buffer=nl.sbuf)
+                xT_sb = at.of_buffer(nl.ndarray(tail_sb.shape, dtype, buffer=nl.sbuf) if whole else tail_sb, D // P)
                 at.read_transposed(x, xT_sb)
                 run(at, xT_sb)
 

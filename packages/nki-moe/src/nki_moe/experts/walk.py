@@ -182,18 +182,21 @@ class Tile:
         nisa.dma_copy(index_sb, self.rows(self.walk.source, [[1, P], [P, self.blocks]]))
         return index_sb
 
-    def read(self, x: Any, index_sb: Any) -> Any:
-        """(p, blocks, D): rows on partitions."""
-        D, p = x.shape[1], self.p
-        x_sb = nl.ndarray((p, self.blocks, D), x.dtype, buffer=nl.sbuf)
+    def read(self, x: Any, index_sb: Any, d0: int, buffer_sb: Any) -> Any:
+        """(p, blocks, width) of a buffer (P, BLOCKS, width): rows on partitions, columns d0... of them."""
+        D, p, width = x.shape[1], self.p, buffer_sb.shape[2]
+        x_sb = buffer_sb[:p, : self.blocks, :]
         if index_sb is None:
-            nisa.dma_copy(x_sb, self.rows(x, [[D, p], [p * D, self.blocks], [1, D]]))
+            nisa.dma_copy(x_sb, self.rows(x, [[D, p], [p * D, self.blocks], [1, width]], d0))
             return x_sb
         for b in range(self.blocks):
-            index = index_sb[: self.size(b), b : b + 1]
-            rows = x.ap([[D, self.size(b)], [1, D]], vector_offset=index, indirect_dim=0)
-            nisa.dma_copy(x_sb[: self.size(b), b, :], rows)
+            self.read_block(x, x_sb[: self.size(b), b, :], index_sb, b, d0)
         return x_sb
+
+    def read_block(self, x: Any, x_sb: Any, index_sb: Any, block: int, d0: int) -> None:
+        """The rows of a block that an index names, columns d0... of them."""
+        index, (size, width) = index_sb[: self.size(block), block : block + 1], x_sb.shape
+        nisa.dma_copy(x_sb, x.ap([[x.shape[1], size], [1, width]], offset=d0, vector_offset=index, indirect_dim=0))
 
     def read_transposed(self, x: Any, xT_sb: Any) -> None:
         """To (P, D / P, n): features on partitions."""
@@ -202,11 +205,11 @@ class Tile:
         if index_sb is None:
             nisa.dma_transpose(dst=xT_sb, src=self.rows(x, pattern))
         elif x.dtype == nl.float32:  # DMA gathers and transposes two-byte types at once, wider ones in two steps
-            x_sb = self.read(x, index_sb)
             for b in range(self.blocks):
-                size = self.size(b)
-                block_sb = xT_sb[:, :, b * P : b * P + size]
-                nisa.dma_transpose(dst=block_sb, src=x_sb[:size, b, :].reshape_dim(1, (D // P, P)))
+                x_sb = nl.ndarray((self.size(b), D), x.dtype, buffer=nl.sbuf)
+                self.read_block(x, x_sb, index_sb, b, 0)
+                block_sb = xT_sb[:, :, b * P : b * P + self.size(b)]
+                nisa.dma_transpose(dst=block_sb, src=x_sb.reshape_dim(1, (D // P, P)))
         else:
             nisa.dma_transpose(dst=xT_sb, src=x.ap(pattern, vector_offset=index_sb.view(nl.uint32), indirect_dim=0))
 
@@ -256,9 +259,9 @@ class Tile:
         _, kinds, blocks, _ = value_sb.shape
         nisa.dma_copy(value_sb, self.kept(kept, kind, kinds, f0, blocks * P))
 
-    def recall_transposed(self, kept: Any, kind: int, f0: int, features: int) -> Any:
-        """(p, features / P, blocks, P): rows on partitions."""
-        value_sb = nl.ndarray((self.p, features // P, self.blocks, P), kept.dtype, buffer=nl.sbuf)
+    def recall_transposed(self, kept: Any, kind: int, f0: int, buffer_sb: Any) -> Any:
+        """(p, features / P, blocks, P) of a buffer (P, features / P, BLOCKS, P): rows on partitions."""
+        value_sb, features = buffer_sb[: self.p, :, : self.blocks, :], buffer_sb.shape[1] * P
         _, C, blocks = kept.shape
         pitch, n = C * blocks, self.n
         offset = kind * P * pitch + f0 // P * n
@@ -277,21 +280,18 @@ class Tile:
         nisa.dma_copy(score_sb, self.walk.of(scale, pattern) if self.tail else self.rows(score_rows, pattern))
         return score_sb
 
-    def weigh(self, x_sb: Any, dy_sb: Any, score_rows: Any) -> None:
-        """Multiply rows of dy by their scores, and by zero in x and dy those that only fill the tile (all in its last block)."""
-        last, factors = self.blocks - 1, self.walk.factors_sb
-        blocks: Any = range(self.blocks) if self.walk.fused else (last,) if self.tail else ()
+    def weigh(self, value_sb: Any, score_rows: Any) -> None:
+        """Multiply rows (p, blocks, width) by their scores (or 1, without), and by zero those that only fill the tile: all in its last block."""
+        scored = score_rows is not None
+        blocks: Any = range(self.blocks) if scored else (self.blocks - 1,) if self.tail else ()
         if not blocks:
             return
         if self.tail:
-            factor_sb = self.table(factors, 1, nisa.engine.vector)
+            factor_sb = self.table(self.walk.factors_sb, 1 if scored else 0, nisa.engine.vector)
         else:
             factor_sb = nl.ndarray((P, self.blocks), nl.float32, buffer=nl.sbuf)
             nisa.dma_copy(factor_sb, self.rows(score_rows, [[1, P], [P, self.blocks]]))
-        scaled = [(dy_sb, factor_sb, b) for b in blocks]
-        if self.tail:
-            scaled.append((x_sb, self.table(factors, 0, nisa.engine.vector), last))
-        for value_sb, factor_sb, b in scaled:
+        for b in blocks:
             row_sb = value_sb[: self.size(b), b, :]
             nisa.tensor_scalar(row_sb, row_sb, nl.multiply, factor_sb[: self.size(b), b : b + 1])
 
