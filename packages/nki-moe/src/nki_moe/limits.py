@@ -79,11 +79,11 @@ def check(rows: int, experts: int, hidden: int, dim: int, *, dtype: object = "bf
 
     # Bytes per partition with f blocks of F's weights and d of D's at hand: weights, a tile's input, what is computed from it.
     def forward_f(f: int, d: int) -> int:  # with room for a tail and a full tile where the whole expert is
-        tile = D * TILE * b * (2 if d else 1)
+        tile = max(D * TILE * b * (2 if d else 1), dim * b)
         return 2 * D * f * P * b + d * F * P * b + tile + max(gathered, 3 * f * TILE * b + 2 * TILE * 4 + out(d))
 
     def forward_d(d: int) -> int:
-        return F * d * P * b + F * TILE * b + out(d)
+        return F * d * P * b + max(F * TILE * b + out(d), hidden * b)
 
     def data_f(f: int, d: int) -> int:
         tile, work = (D + 3 * f) * TILE * b * (2 if d else 1), 2 * f * TILE * b + 7 * TILE * 4

@@ -24,7 +24,9 @@ __all__ = [
     "BLOCKS",
     "COLUMN",
     "EXPERT",
+    "FEW",
     "FULL",
+    "MANY",
     "MIDDLE",
     "NONE",
     "ROW",
@@ -46,8 +48,9 @@ BLOCKS = TILE // BLOCK
 TAIL_ROWS = (32, 64, 128, 192, 256, 288, 320, 384, 512)  # below 64 rows a matmul takes as long as with 64, but DMA does not
 # A slot: whose it is, where its first full tile and its tail are, and how often each loop of a kernel runs.
 EXPERT, ROW, COLUMN, TAIL_ROW, TAIL_COLUMN = range(5)
-FULL, MIDDLE, NONE, TAILS = range(5, 9)  # full tiles; all but one of them; no rows at all; a tail of each size
+FULL, MIDDLE, NONE, FEW, MANY, TAILS = range(5, 11)  # full tiles; all but one; no, few, or more rows; a tail of each size
 WIDTH = TAILS + len(TAIL_ROWS)
+FEW_ROWS = 64  # so few leave the Tensor Engine time to transpose weights
 WEIGHTS = 256  # an expert with fewer rows takes as long as with these: loading its weights does
 
 
@@ -125,7 +128,8 @@ def _plan(counts: Tensor, start: Tensor, column: Tensor, full: Tensor, unowned: 
     def slots(active: Tensor, row: Tensor, column: Tensor, full: Tensor, tail: Tensor) -> Tensor:
         """A list of those experts."""
         place = (torch.arange(E, device=device), row, column, tail_row, tail_column)
-        trips = (full, (full - 1).clamp(min=0), (counts == 0).long())
+        few = (full == 0) & (counts <= FEW_ROWS)
+        trips = (full, (full - 1).clamp(min=0), (counts == 0).long(), few.long(), (~few).long())
         table = torch.cat([torch.stack([*place, *trips], dim=1), (tails & tail[:, None]).long()], dim=1)
         header = torch.zeros(WIDTH, dtype=torch.int64, device=device)
         header[0], header[1] = active.sum(), unowned
