@@ -83,7 +83,9 @@ def main() -> None:
                 best = min(r["ideal_us"] for r in theirs if (r["rows"], r["experts"], r["pass"]) == (R, E, name))
                 for routing in ("multinomial", "fused"):
                     if (us := ours.get((R, E, name, routing))) is not None:
-                        print(f"{R:6} rows, {E} experts, {name}: nki-library takes {best / us:.2f}x as long as ours, {routing}")
+                        print(
+                            f"{R:6} rows, {E} experts, {name}: nki-library takes {best / us:.2f}x as long as ours, {routing}"
+                        )
     options.out.parent.mkdir(parents=True, exist_ok=True)
     out = options.out.with_stem("moe_against_nki_library") if options.nki_library else options.out
     partial = out.with_suffix(".tmp")

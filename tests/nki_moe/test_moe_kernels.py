@@ -134,7 +134,12 @@ def test_one_program_serves_a_hundred_routings(monkeypatch: pytest.MonkeyPatch) 
         assert again.hash == program.hash
 
 
-Slot = NamedTuple("Slot", [("expert", int), ("row", int), ("column", int), ("full", int), ("tail", int)])
+class Slot(NamedTuple):
+    expert: int
+    row: int
+    column: int
+    full: int
+    tail: int
 
 
 def slots(t: Routing, number: int) -> list[Slot]:
@@ -167,7 +172,7 @@ def test_every_list_covers_its_rows_once_with_at_most_127_of_padding(counts: lis
         if slot.tail:
             table = [tensor[:, e].T.flatten().tolist() for tensor in (load, store, real)]
             kept = [r for r in table[1][: slot.tail] if r < rows]
-            first = int(t.plan[of_cores[0] : of_cores[-1] + 1, 1:, TAIL_ROW][t.plan[: cores, 1:, EXPERT] == e].max())
+            first = int(t.plan[of_cores[0] : of_cores[-1] + 1, 1:, TAIL_ROW][t.plan[:cores, 1:, EXPERT] == e].max())
             assert kept == list(range(first, start[e])) and sum(table[2][: slot.tail]) == len(kept)
             assert set(table[0][: slot.tail]) == set(kept)
             written += kept
@@ -191,7 +196,9 @@ def test_every_list_covers_its_rows_once_with_at_most_127_of_padding(counts: lis
 def test_the_two_cores_of_a_pair_have_half_the_work_each(counts: list[int]) -> None:
     """Within a tile, and with the weights of experts of few rows counted as theirs: also where one expert owns everything."""
     t = routing(torch.tensor(counts), max(1, sum(counts)), None, None, 2)
-    work = [sum(s.full * TILE + (max(s.tail, WEIGHTS) if not s.full else s.tail) for s in slots(t, i)) for i in range(2)]
+    work = [
+        sum(s.full * TILE + (max(s.tail, WEIGHTS) if not s.full else s.tail) for s in slots(t, i)) for i in range(2)
+    ]
     assert abs(work[0] - work[1]) <= TILE + WEIGHTS
     experts = [{s.expert for s in slots(t, i)} for i in range(2)]
     assert len(experts[0] & experts[1]) <= 1

@@ -45,10 +45,22 @@ __all__ = [
 
 TILE, BLOCK = 512, 128
 BLOCKS = TILE // BLOCK
-TAIL_ROWS = (32, 64, 128, 192, 256, 288, 320, 384, 512)  # below 64 rows a matmul takes as long as with 64, but DMA does not
+TAIL_ROWS = (
+    32,
+    64,
+    128,
+    192,
+    256,
+    288,
+    320,
+    384,
+    512,
+)  # below 64 rows a matmul takes as long as with 64, but DMA does not
 # A slot: whose it is, where its first full tile and its tail are, and how often each loop of a kernel runs.
 EXPERT, ROW, COLUMN, TAIL_ROW, TAIL_COLUMN = range(5)
-FULL, MIDDLE, NONE, FEW, MANY, TAILS = range(5, 11)  # full tiles; all but one; no, few, or more rows; a tail of each size
+FULL, MIDDLE, NONE, FEW, MANY, TAILS = range(
+    5, 11
+)  # full tiles; all but one; no, few, or more rows; a tail of each size
 WIDTH = TAILS + len(TAIL_ROWS)
 FEW_ROWS = 64  # so few leave the Tensor Engine time to transpose weights
 WEIGHTS = 256  # an expert with fewer rows takes as long as with these: loading its weights does

@@ -51,7 +51,7 @@ class Recorder:
         self.addresses: dict[Key, int] = {}
         self.live: dict[tuple[int, MemoryRegion], dict[Key, tuple[int, int]]] = {}
         self.cursor: dict[tuple[int, MemoryRegion], int] = {}
-        self.met = 0  # the event in which the cores last met: only what was before that one core can wait for on the other
+        self.met = 0  # the event in which the cores last met: what one did before that, the other waits for
 
     def __call__(self, core: int, instr: Instr, located: dict[int, int]) -> None:
         if id(instr) not in self.costs:
@@ -163,7 +163,7 @@ def schedule(events: list[Event], model: Model) -> float:
         start, _, queue = min(ready)  # never empty: dependencies point backwards
         number = queues[queue].pop()
         event = events[number]
-        if event.cost.issue and event.cost.issue[1]:  # the engine that generates the descriptors, while earlier ones move
+        if event.cost.issue and event.cost.issue[1]:  # who generates the descriptors does so while others move
             engine, ns = (event.core, event.cost.issue[0]), event.cost.issue[1]
             free[engine] = max(free.get(engine, 0.0), *(done[n] for n in event.after), 0.0) + ns
             start = max(start, free[engine])

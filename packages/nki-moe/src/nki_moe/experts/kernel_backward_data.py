@@ -76,7 +76,9 @@ def backward_data(
             dscore_sb = nl.ndarray((1, n), nl.float32, buffer=nl.sbuf)
             nisa.activation(dscore_sb, nl.copy, dscore_ps)
             offset = f0 * f_splits // F * C
-            nisa.dma_copy(dscores.ap([[C, 1], [1, n]], offset=offset, scalar_offset=at.column, indirect_dim=1), dscore_sb)
+            nisa.dma_copy(
+                dscores.ap([[C, 1], [1, n]], offset=offset, scalar_offset=at.column, indirect_dim=1), dscore_sb
+            )
         return dkept_sb
 
     kinds = 3 if fused else 2

@@ -1,9 +1,9 @@
 """Kernel: the gradients of the weights, dw1 = dg^T x, dw3 = du^T x, dw2 = dy^T h, summed in float32, rounded once.
 
-    experts of several tiles (every core, its share of F):
-        tail: sums = ... (float32, SBUF); full tiles: sums += ...; the last: sums + ... -> dw
-    experts of one tile (each core its own, all of F):
-        ... -> dw, straight from PSUM; no rows: zeros -> dw
+experts of several tiles (every core, its share of F):
+    tail: sums = ... (float32, SBUF); full tiles: sums += ...; the last: sums + ... -> dw
+experts of one tile (each core its own, all of F):
+    ... -> dw, straight from PSUM; no rows: zeros -> dw
 """
 
 from collections.abc import Callable, Iterator
@@ -13,6 +13,7 @@ from typing import Any
 from nki_moe.experts.walk import Features, P, Rows, Tile, Walk, empty, outer_product, pieces
 from nki_moe.tiling import BLOCKS, MIDDLE, NONE, lists
 from nki_moe.toolchain import nisa, nki, nl
+
 
 @nki.jit
 def backward_weights(
@@ -57,7 +58,9 @@ def backward_weights(
 class Share:
     """Features f0... of F and d0... of D of all three gradients, of the expert at hand."""
 
-    def __init__(self, walk: Walk, inputs: tuple[Any, ...], results: list[Any], f0: int, Fs: int, d0: int, Ds: int) -> None:
+    def __init__(
+        self, walk: Walk, inputs: tuple[Any, ...], results: list[Any], f0: int, Fs: int, d0: int, Ds: int
+    ) -> None:
         self.walk, self.inputs, self.results = walk, inputs, results
         self.f0, self.Fs, self.d0, self.Ds = f0, Fs, d0, Ds
         self.shapes = ((Fs // P, Ds), (Ds // P, Fs), (Fs // P, Ds))  # rows / 128, columns of each
@@ -65,7 +68,9 @@ class Share:
     def allocate(self) -> None:
         """Buffers for a tile of any size."""
         x, features = (P, BLOCKS, self.Ds), (P, self.Fs // P, BLOCKS, P)
-        self.buffers = [nl.ndarray(s, self.inputs[1].dtype, buffer=nl.sbuf) for s in (features, x, features, features, x)]
+        self.buffers = [
+            nl.ndarray(s, self.inputs[1].dtype, buffer=nl.sbuf) for s in (features, x, features, features, x)
+        ]
 
     def products(self, at: Tile) -> Iterator[tuple[int, int, int, Any]]:
         """(gradient, its 128 rows, first column, PSUM tile) of all of a tile's products: dw1, dw3, dw2, and so are the factors loaded, that

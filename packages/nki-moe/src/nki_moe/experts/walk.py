@@ -12,7 +12,20 @@ A buffer's suffix says where it is: _sb SBUF, _ps PSUM, _hbm scratch; arguments 
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from nki_moe.tiling import BLOCKS, COLUMN, EXPERT, FEW, FULL, MANY, MIDDLE, ROW, TAIL_COLUMN, TAIL_ROW, TAIL_ROWS, TAILS, TILE, WIDTH
+from nki_moe.tiling import (
+    BLOCKS,
+    COLUMN,
+    EXPERT,
+    FEW,
+    FULL,
+    MANY,
+    ROW,
+    TAIL_COLUMN,
+    TAIL_ROW,
+    TAIL_ROWS,
+    TAILS,
+    TILE,
+)
 from nki_moe.toolchain import nisa, nl
 
 P = 128
@@ -236,7 +249,9 @@ class Tile:
         """The sum of left^T right to columns d0... of y: lefts (P, K / P, n), in each slice a right (P, K / P, width) for each left.
         Rows that only fill the tile are skipped."""
         D, dtype, width = y.shape[1], y.dtype, sum(rights[0].shape[2] for rights in slices)
-        whole = self.blocks - self.tail  # blocks stored as they lie; of the last one of a tail, only the rows that are real
+        whole = (
+            self.blocks - self.tail
+        )  # blocks stored as they lie; of the last one of a tail, only the rows that are real
         last_sb: Any = nl.ndarray((self.size(whole), 1, width), dtype, buffer=nl.sbuf) if self.tail else None
         done = 0
         for rights in slices:
@@ -247,7 +262,11 @@ class Tile:
                 to_sb = y_sb[:, b, :] if b < whole else last_sb[:, 0, done : done + columns]
                 for d, size in pieces(0, columns, BANK):
                     y_ps = nl.ndarray((rows, size), nl.float32, buffer=nl.psum)
-                    terms = [(left, right, k) for left, right in zip(lefts, rights, strict=True) for k in range(left.shape[1])]
+                    terms = [
+                        (left, right, k)
+                        for left, right in zip(lefts, rights, strict=True)
+                        for k in range(left.shape[1])
+                    ]
                     for i, (left, right, k) in enumerate(terms):
                         part_sb = left[:, k, b * P : b * P + rows]
                         nisa.nc_matmul(y_ps, part_sb, right[:, k, d : d + size], accumulate=i > 0)
