@@ -1,141 +1,231 @@
-"""The expert kernels' modelled time on Trainium2: utilisation of the matmul engine, against the roofline.
+"""The expert kernels' modelled time on Trainium2: utilisation of the matmul engine, against the roofline and AWS's nki-library.
 
-    python benchmarks/moe_modelled.py                  # some minutes; --quick: two shapes
+    python benchmarks/moe_modelled.py                          # half an hour, 5 GB; --quick: a minute
+    python benchmarks/moe_modelled.py --nki-library CHECKOUT   # beside AWS's kernels, from a clone of aws-neuron/nki-library
 
 Claim: at Qwen3-30B's layer (D 2048, F 768) the kernels keep the matmul engine busy, counts being run-time data. Nothing here
 is measured: nki-sim runs the kernels and adds up documented costs (nki_sim.cost). Utilisation is useful work, 2 R D F x
 3 (forward) or 6 (backward) with real rows only, over the time of both cores' peak. `ideal` takes the busiest of engines and DMA, `scheduled` adds
 dependencies and latencies, `serial` overlaps nothing. The roofline is the larger of useful work at peak and the bytes no
-implementation can avoid (rows, weights or their gradients, what forward keeps) at the DMA's peak.
+implementation can avoid (rows, weights or their gradients, what forward keeps) at the DMA's peak. `by index` are the bytes and descriptors of
+gathers and scatters: of the tokens' rows and the combine where the edges are fused (top-8), of tail tiles where they are not.
+
+AWS's kernels (shard on intermediate; backward dropless) are run as they are, on the same simulator in the same run, at the block size that suits them
+best. They gather rows and scale by affinities, as ours do when fused; both variants of ours are printed beside.
 """
 
 import argparse
+import contextlib
+import io
 import json
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 D, F = 2048, 768
+TOP_K = 8
 PEAK_FLOPS = 128 * 128 * 2 * 2.4e9  # of one physical core, bfloat16
 DMA_BYTES = 16 * 23e9  # per second and core
-GOALS = {  # (rows, experts, even): forward, backward
-    (16384, 16, False): (0.88, 0.82),
-    (32768, 128, False): (0.72, 0.65),
-    (16384, 16, True): (0.93, 0.88),
-    (32768, 128, True): (0.93, 0.88),
+GOALS = {  # (rows, experts, routing): forward, backward
+    (16384, 16, "multinomial"): (0.88, 0.82),
+    (32768, 128, "multinomial"): (0.72, 0.65),
+    (16384, 16, "even"): (0.93, 0.88),
+    (32768, 128, "even"): (0.93, 0.88),
 }
-SHAPES = [
-    (16384, 16, False),
-    (16384, 16, True),
-    (32768, 128, False),
-    (32768, 128, True),
-    (4096, 128, False),
-    (2048, 4, False),
+CASES = [  # rows, experts, routing, LNC
+    (16384, 16, "multinomial", 2),
+    (16384, 16, "even", 2),
+    (32768, 128, "multinomial", 2),
+    (32768, 128, "even", 2),
+    (4096, 128, "multinomial", 2),
+    (2048, 4, "multinomial", 2),
+    (16384, 16, "fused", 2),
+    (32768, 128, "fused", 2),
+    (16384, 16, "multinomial", 1),
+    (32768, 128, "multinomial", 1),
+    (16384, 16, "fused", 1),
 ]
+AGAINST = [(2048, 4, "multinomial", 2), (2048, 4, "fused", 2), *CASES[:1], CASES[6]]
+HEAD = f"{'rows':>6} {'experts':>7} {'routing':11} {'LNC':>3} {'':8} {'ideal':>6} {'sched.':>6} {'serial':>6} {'goal':>5} {'of roofline':>11} {'us':>8}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the smallest and the first shape only")
-    parser.add_argument("--lnc", type=int, choices=(1, 2), action="append", help="default: both")
-    parser.add_argument("--fused", action="store_true", help="with the gather and the combine in the kernels (top-8)")
+    parser.add_argument("--quick", action="store_true", help="one small shape only")
+    parser.add_argument("--nki-library", type=Path, metavar="CHECKOUT", help="run AWS's kernels from here beside")
     parser.add_argument("--out", type=Path, default=Path("outputs/benchmarks/moe_modelled.json"))
     parser.add_argument("--plot", type=Path, default=Path("outputs/benchmarks/moe_roofline.png"))
     options = parser.parse_args()
     os.environ["NKI_MOE_BACKEND"] = "sim"
 
-    print("modelled, never measured; utilisation of the matmul engine at ideal (scheduled, serial) overlap")
-    print(
-        f"{'rows':>6} {'experts':>7} {'routing':11} {'LNC':>3} {'':8} {'ideal':>6} {'sched.':>6} {'serial':>6} {'goal':>5} {'of roofline':>11} {'us':>8}"
-    )
+    print("modelled, never measured; utilisation of the matmul engine at ideal, scheduled and serial overlap")
+    print(HEAD)
     rows: list[dict[str, Any]] = []
-    for R, E, even in SHAPES[:1] + SHAPES[-1:] if options.quick else SHAPES:
-        for lnc in options.lnc or (2, 1):
-            for r in measure(R, E, even, lnc, options.fused):
-                goal = f"{r['goal']:.2f}" if r["goal"] else ""
-                print(
-                    f"{R:6} {E:7} {r['routing']:11} {lnc:3} {r['pass']:8} {r['ideal']:6.3f} {r['scheduled']:6.3f} {r['serial']:6.3f} "
-                    f"{goal:>5} {r['of_roofline']:11.3f} {r['ideal_us']:8.0f}   {r['bound']}",
-                    flush=True,
-                )
-                rows.append(r)
+    cases = AGAINST if options.nki_library else CASES
+    for case in [(2048, 4, "multinomial", 2)] if options.quick else cases:
+        for r in measure(*case):
+            print(line(r), flush=True)
+            rows.append(r)
+    theirs = []
+    if options.nki_library:
+        ours = {(r["rows"], r["experts"], r["pass"], r["routing"]): r["ideal_us"] for r in rows}
+        for R, E in dict.fromkeys((r["rows"], r["experts"]) for r in rows):
+            for block in (256, 512):
+                theirs += nki_library(options.nki_library, R, E, block)
+                for r in theirs[-2:]:
+                    print(line(r), flush=True)
+        for R, E in dict.fromkeys((r["rows"], r["experts"]) for r in rows):
+            for name in ("forward", "backward"):
+                best = min(r["ideal_us"] for r in theirs if (r["rows"], r["experts"], r["pass"]) == (R, E, name))
+                for routing in ("multinomial", "fused"):
+                    if (us := ours.get((R, E, name, routing))) is not None:
+                        print(
+                            f"{R:6} rows, {E} experts, {name}: nki-library takes {best / us:.2f}x as long as ours, {routing}"
+                        )
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    partial = options.out.with_suffix(".tmp")
-    partial.write_text(json.dumps({"modelled": True, "D": D, "F": F, "rows": rows}, indent=1))
-    partial.replace(options.out)
-    plot(rows, options.plot)
+    out = options.out.with_stem("moe_against_nki_library") if options.nki_library else options.out
+    partial = out.with_suffix(".tmp")
+    partial.write_text(json.dumps({"modelled": True, "D": D, "F": F, "rows": rows, "nki_library": theirs}, indent=1))
+    partial.replace(out)
+    if not options.nki_library:
+        plot(rows, options.plot)
 
 
-def measure(R: int, E: int, even: bool, lnc: int, fused: bool) -> list[dict[str, Any]]:
+def line(r: dict[str, Any]) -> str:
+    goal = f"{r['goal']:.2f}" if r["goal"] else ""
+    return (
+        f"{r['rows']:6} {r['experts']:7} {r['routing']:11} {r['lnc']:3} {r['pass']:8} {r['ideal']:6.3f} {r['scheduled']:6.3f} {r['serial']:6.3f} "
+        f"{goal:>5} {r['of_roofline']:11.3f} {r['ideal_us']:8.0f}   DMA {r['dma_mb']:.0f} MB in {r['descriptors'] / 1e3:.0f} k, "
+        f"by index {r['indexed_mb']:.0f} MB in {r['indexed_descriptors'] / 1e3:.0f} k; us busy: {r['bound']}"
+    )
+
+
+def counts_of(R: int, E: int, even: bool = False) -> torch.Tensor:
+    """Rows of each expert: even, or each row's expert drawn alike."""
+    if even:
+        return torch.full((E,), R // E)
+    return torch.randint(E, (R,), generator=torch.Generator().manual_seed(0)).bincount(minlength=E)
+
+
+def problem(R: int, E: int) -> tuple[torch.Tensor, ...]:
+    """Rows and w1, w2, w3 whose values nobody looks at: their pages are never touched."""
+    shapes = ((R, D), (E, F, D), (E, D, F), (E, F, D))
+    return tuple(torch.zeros(s, dtype=torch.bfloat16) for s in shapes)
+
+
+def measure(R: int, E: int, routing: str, lnc: int) -> list[dict[str, Any]]:
     """Forward and backward of one shape."""
     os.environ["NEURON_LOGICAL_NC_CONFIG"] = str(lnc)
     from nki_moe.experts import launch
 
-    generator = torch.Generator().manual_seed(0)
-    x, dy = (torch.randn(R, D, generator=generator).bfloat16() for _ in range(2))
-    w1, w3 = ((torch.randn(E, F, D, generator=generator) * 0.02).bfloat16() for _ in range(2))
-    w2 = (torch.randn(E, D, F, generator=generator) * 0.02).bfloat16()
+    x, w1, w2, w3 = problem(R, E)
     order = scores = None
-    if fused:
-        K = 8
-        chosen = torch.rand(R // K, E, generator=generator).topk(K).indices
+    counts = counts_of(R, E, routing == "even")
+    if routing == "fused":
+        k = min(TOP_K, E // 2)
+        chosen = torch.rand(R // k, E, generator=torch.Generator().manual_seed(0)).topk(k).indices
         counts, order = chosen.flatten().bincount(minlength=E), chosen.flatten().argsort(stable=True)
-        x, dy, scores = x[: R // K].contiguous(), dy[: R // K].contiguous(), torch.rand(R // K, K, generator=generator)
-    elif even:
-        counts = torch.full((E,), R // E)
-    else:
-        counts = torch.randint(E, (R,), generator=generator).bincount(minlength=E)
+        x, scores = x[: R // k].contiguous(), torch.rand(chosen.shape)
 
     reports: list[Any] = []
 
     def run(kernel: Any, cores: int, *tensors: torch.Tensor, **constants: Any) -> Any:
-        import nki_sim
-
-        program = nki_sim.trace(kernel[cores], tensors, **constants)
-        leave_out_arithmetic(program)
-        with nki_sim.checks(record=("unwritten-output", "uninitialized")):
-            report = nki_sim.report(program, *tensors, **constants)
-        outputs, report.outputs, report.events = report.outputs, None, []
-        reports.append(report)
-        return outputs
+        reports.append(modelled(kernel[cores], tensors, constants))
+        return reports[-1].__dict__.pop("outputs")
 
     _, saved = launch.forward(x, counts, w1, w2, w3, order, scores, True, run)
-    _, _, dgu = launch.backward_data(dy, counts, w1, w2, w3, order, scores, saved, run)
-    launch.backward_weights(dy, x, counts, order, scores, saved, dgu, run)
+    _, _, dgu = launch.backward_data(x, counts, w1, w2, w3, order, scores, saved, run)
+    launch.backward_weights(x, x, counts, order, scores, saved, dgu, run)
+    parts = {"forward": reports[:1], "backward": reports[1:]}
+    return [summary(R, E, routing, lnc, name, part, x.shape[0]) for name, part in parts.items()]
 
-    weights, row, kept = 3 * E * D * F * 2, x.shape[0] * D * 2, R * F * 2
-    found = []
-    for name, part, flops, moved in (
-        ("forward", reports[:1], 6 * R * D * F, weights + 2 * row + 3 * kept),
-        ("backward", reports[1:], 12 * R * D * F, 2 * weights + 3 * row + 3 * kept),
-    ):
-        compute, memory = flops / (lnc * PEAK_FLOPS), moved / (lnc * DMA_BYTES)
-        ideal, scheduled, serial = (
-            sum(getattr(r, k) for r in part) / 1e9 for k in ("ideal_ns", "scheduled_ns", "serial_ns")
-        )
-        goals = GOALS.get((R, E, even))
-        found.append(
-            {
-                "rows": R,
-                "experts": E,
-                "routing": "fused" if fused else "even" if even else "multinomial",
-                "lnc": lnc,
-                "pass": name,
-                "ideal": compute / ideal,
-                "scheduled": compute / scheduled,
-                "serial": compute / serial,
-                "goal": goals[name == "backward"] if goals and lnc == 2 else None,
-                "of_roofline": max(compute, memory) / ideal,
-                "ideal_us": ideal * 1e6,
-                "intensity": flops / moved,
-                "bound": ", ".join(_busiest(r) for r in part),
-                "reports": [r.to_dict() for r in part],
-            }
-        )
-    return found
+
+def modelled(kernel: Any, tensors: tuple[Any, ...] | dict[str, Any], constants: dict[str, Any]) -> Any:
+    """A kernel's report, its arithmetic left out; events replaced by bytes and descriptors of what moves by index."""
+    import nki_sim
+
+    program = nki_sim.trace(kernel, tensors, **constants)
+    leave_out_arithmetic(program)
+    args, named = ((), tensors) if isinstance(tensors, dict) else (tensors, {})
+    with nki_sim.checks(record=("unwritten-output", "uninitialized")):
+        report = nki_sim.report(program, *args, **named, **constants)
+    indexed = [e.cost for e in report.events if any(v.by_row for v in (*e.instr.reads, *e.instr.writes))]
+    report.indexed = (sum(c.bytes for c in indexed), sum(c.descriptors for c in indexed))
+    report.events = []
+    return report
+
+
+def summary(R: int, E: int, routing: str, lnc: int, name: str, part: list[Any], tokens: int) -> dict[str, Any]:
+    """A line of the table: one pass, of one kernel or two."""
+    weights, row, kept = 3 * E * D * F * 2, tokens * D * 2, R * F * 2
+    flops, moved = {
+        "forward": (6 * R * D * F, weights + 2 * row + 3 * kept),
+        "backward": (12 * R * D * F, 2 * weights + 3 * row + 3 * kept),
+    }[name]
+    compute, memory = flops / (lnc * PEAK_FLOPS), moved / (lnc * DMA_BYTES)
+    ideal, scheduled, serial = (
+        sum(getattr(r, k) for r in part) / 1e9 for k in ("ideal_ns", "scheduled_ns", "serial_ns")
+    )
+    goals = GOALS.get((R, E, routing))
+    cores = [core for r in part for core in r.cores]
+    return {
+        "rows": R,
+        "experts": E,
+        "routing": routing,
+        "lnc": lnc,
+        "pass": name,
+        "ideal": compute / ideal,
+        "scheduled": compute / scheduled,
+        "serial": compute / serial,
+        "goal": goals[name == "backward"] if goals and lnc == 2 else None,
+        "of_roofline": max(compute, memory) / ideal,
+        "ideal_us": ideal * 1e6,
+        "intensity": flops / moved,
+        "dma_mb": sum(sum(core.dma_bytes.values()) for core in cores) / 1e6,
+        "descriptors": sum(sum(core.descriptors.values()) for core in cores),
+        "indexed_mb": sum(r.indexed[0] for r in part) / 1e6,
+        "indexed_descriptors": sum(r.indexed[1] for r in part),
+        "bound": ", ".join(_busiest(r) for r in part),
+        "reports": [r.to_dict() for r in part],
+    }
+
+
+def nki_library(checkout: Path, R: int, E: int, block: int) -> list[dict[str, Any]]:
+    """AWS's forward, which keeps what its backward needs, and backward."""
+    from nki_moe.nkilib import blockwise
+
+    x, w1, w2, w3 = problem(R, E)
+    inputs = blockwise(x, counts_of(R, E), w1, w2, w3, block)._asdict() | {"block_size": block}
+    with aws(checkout) as (forward, backward, scaling), contextlib.redirect_stdout(io.StringIO()):
+        first = modelled(forward, inputs, {"checkpoint_activation": True, "expert_affinities_scaling_mode": scaling})
+        _, gate_up, down = first.outputs
+        kept = {"gate_up_proj_act_checkpoint_T": gate_up, "down_proj_act_checkpoint": down}
+        second = modelled(backward, inputs | kept | {"output_hidden_states_grad": inputs["hidden_states"]}, {})
+    parts = {"forward": [first], "backward": [second]}
+    return [summary(R, E, f"nkilib B{block}", 2, name, part, R) for name, part in parts.items()]
+
+
+@contextlib.contextmanager
+def aws(checkout: Path) -> Iterator[tuple[Any, Any, Any]]:
+    """Its kernels for a pair of cores, nki-sim in the place of `nki`."""
+    import nki_sim
+
+    nki_sim.install(compat="0.3")
+    sys.path[:0] = [str(checkout), str(checkout / "src")]
+    try:
+        from nkilib_src.nkilib.core.moe.moe_cte.bwmm_shard_on_I import blockwise_mm_baseline_shard_intermediate
+        from nkilib_src.nkilib.core.utils.common_types import ExpertAffinityScaleMode
+        from nkilib_src.nkilib.experimental.moe.bwd.blockwise_mm_backward import blockwise_mm_bwd
+
+        forward, backward = (nki_sim.jit(k)[2] for k in (blockwise_mm_baseline_shard_intermediate, blockwise_mm_bwd))
+        yield forward, backward, ExpertAffinityScaleMode.POST_SCALE
+    finally:
+        del sys.path[:2]
+        nki_sim.uninstall()
 
 
 def leave_out_arithmetic(program: Any) -> None:

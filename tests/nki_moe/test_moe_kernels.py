@@ -5,7 +5,7 @@ program serves all routings.
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import nki_moe
 import nki_sim
@@ -16,7 +16,22 @@ from hypothesis import strategies as st
 from moe_cases import check_grouped, check_routed, definition, problem, with_gradients
 from nki_moe import simulated
 from nki_moe.experts import launch, reference
-from nki_moe.tiling import TAIL_ROWS, TILE, columns, routing
+from nki_moe.tiling import (
+    COLUMN,
+    EXPERT,
+    FULL,
+    MIDDLE,
+    ROW,
+    TAIL_ROW,
+    TAIL_ROWS,
+    TAILS,
+    TILE,
+    WEIGHTS,
+    Routing,
+    columns,
+    lists,
+    routing,
+)
 
 BF16, FP32 = torch.bfloat16, torch.float32
 ROWS, E, D, F = 1300, 5, 256, 256  # one shape, so that one trace serves the sweep
@@ -45,7 +60,7 @@ def test_any_routing_on_two_cores(cuts: list[float], spare: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "counts", [[512, 640, 0, 33, 64], [180, 32, 65, 310, 383], [1300, 0, 0, 0, 0], [0, 0, 0, 0, 7]]
+    "counts", [[512, 640, 0, 33, 64], [180, 32, 65, 310, 383], [280, 513, 500, 0, 7], [0, 0, 0, 0, 7]]
 )
 def test_every_kind_of_tile(counts: list[int]) -> None:
     check_grouped(nki_moe.grouped_mlp, counts, ROWS, D, F, BF16)
@@ -67,10 +82,10 @@ def test_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_splits_of_f_and_d_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What 235B needs (its weights exceed SBUF), at a size that runs quickly: SBUF made to look small."""
-    monkeypatch.setattr("nki_moe.limits.SBUF_BYTES", 26_000)
-    fit = nki_moe.check(140, 2, 512, 512)
-    assert fit.backward_data.f_splits > 1 and fit.backward_weights.f_splits > 1 and not fit.forward.ahead
-    check_grouped(nki_moe.grouped_mlp, [13, 120], 140, 512, 512, BF16)
+    monkeypatch.setattr("nki_moe.limits.SBUF_BYTES", 40_000)
+    fit = nki_moe.check(140, 2, 1024, 512)
+    assert fit.forward.f_splits > 1 and fit.backward_data.d_splits > 1 and fit.backward_weights.f_splits > 1
+    check_grouped(nki_moe.grouped_mlp, [13, 120], 140, 512, 1024, BF16)
 
 
 @pytest.mark.parametrize(("lnc", "dtype"), [("2", BF16), ("1", FP32)])
@@ -113,33 +128,80 @@ def test_one_program_serves_a_hundred_routings(monkeypatch: pytest.MonkeyPatch) 
     kernel, lnc = key[:2]
     constants = {item[0]: item[1] for item in key[2:] if isinstance(item[0], str)}
     for counts in ([200, 0, 0, 0], [1, 2, 3, 4]):
-        t = routing(torch.tensor(counts), 200, None, None)
-        tables = (t.plan, t.load, t.store, t.clear, t.source, t.inverse, t.scores)
+        t = routing(torch.tensor(counts), 200, None, None, 2)
+        tables = (t.plan, t.tails, t.clear, t.source, t.inverse, t.scores)
         again = nki_sim.trace(kernel[lnc], (x, *weights, *tables), **constants)
         assert again.hash == program.hash
 
 
+class Slot(NamedTuple):
+    expert: int
+    row: int
+    column: int
+    full: int
+    tail: int
+
+
+def slots(t: Routing, number: int) -> list[Slot]:
+    """A list of the plan: whose tiles, where the full ones begin and how many, and the rows of the tail (0: none)."""
+    table = t.plan[number].tolist()
+    found = []
+    for entry in table[1 : 1 + table[0][0]]:
+        size = sum(flag * rows for flag, rows in zip(entry[TAILS:], TAIL_ROWS, strict=True))
+        assert entry[MIDDLE] == max(entry[FULL] - 1, 0) and sum(entry[TAILS:]) <= 1
+        found.append(Slot(entry[EXPERT], entry[ROW], entry[COLUMN], entry[FULL], size))
+    return found
+
+
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 1500), min_size=1, max_size=6), st.integers(0, 300))
-def test_tiles_cover_each_experts_rows_once_with_at_most_127_of_padding(counts: list[int], spare: int) -> None:
+@given(st.lists(st.integers(0, 1500), min_size=1, max_size=6), st.integers(0, 300), st.sampled_from([1, 2]))
+def test_every_list_covers_its_rows_once_with_at_most_127_of_padding(counts: list[int], spare: int, cores: int) -> None:
     rows = max(1, sum(counts) + spare)
-    t = routing(torch.tensor(counts), rows, None, None)
-    written, ends = [], []
-    for e, n in enumerate(counts):
-        row, column, full, pairs, odd, *flags = t.plan[e].tolist()
-        tails = flags[: len(TAIL_ROWS)]
-        assert 2 * pairs + odd == full and sum(tails) == (n % TILE > 0)
-        size = sum(flag * length for flag, length in zip(tails, TAIL_ROWS, strict=True))
-        assert 0 <= full * TILE + size - n <= 127 and column % 128 == 0
-        stored = [r for r in t.store[e, :size].tolist() if r < rows] if size else []
-        written += [*range(row, row + full * TILE), *stored]
-        assert not size or t.real[e, :size].sum() == len(stored)
-        assert set(t.load[e].tolist()) <= set(range(row, row + max(n, 1))) or not n
-        ends.append(column + full * TILE + size)
-    assert written == list(range(sum(counts)))
-    assert max(ends) <= columns(rows, len(counts))
-    cleared = t.clear[: int(t.plan[-1, 2])].flatten()
+    t = routing(torch.tensor(counts), rows, None, None, cores)
+    start, column = torch.tensor(counts).cumsum(0).tolist(), t.column_R.tolist()
+    of_cores, of_one, of_several = lists(cores)
+    load, store, real = t.tails[:, :, 0], t.tails[:, :, 1], t.factors[:, :, 0]  # (P, E, BLOCKS)
+
+    def covered(slot: Slot) -> list[int]:
+        e, n = slot.expert, counts[slot.expert]
+        padding = slot.full * TILE + slot.tail - n
+        assert padding <= 127
+        written = [*range(slot.row, slot.row + slot.full * TILE)]
+        if written:
+            assert slot.column == column[slot.row]
+        if slot.tail:
+            table = [tensor[:, e].T.flatten().tolist() for tensor in (load, store, real)]
+            kept = [r for r in table[1][: slot.tail] if r < rows]
+            first = int(t.plan[of_cores[0] : of_cores[-1] + 1, 1:, TAIL_ROW][t.plan[:cores, 1:, EXPERT] == e].max())
+            assert kept == list(range(first, start[e])) and sum(table[2][: slot.tail]) == len(kept)
+            assert set(table[0][: slot.tail]) == set(kept)
+            written += kept
+        return written
+
+    assert sorted(r for i in of_cores for s in slots(t, i) for r in covered(s)) == list(range(sum(counts)))
+    several = slots(t, of_several)
+    assert [s.expert for s in several] == [e for e, n in enumerate(counts) if n > TILE]
+    assert all(len(covered(s)) == counts[s.expert] for s in several)
+    alone = [s for i in of_one for s in slots(t, i)]
+    assert sorted(s.expert for s in alone) == [e for e, n in enumerate(counts) if n <= TILE]
+    assert all(not s.full and len(covered(s)) == counts[s.expert] for s in alone)
+    assert not alone or max(map(len, (slots(t, i) for i in of_one))) <= -(-len(alone) // cores)
+    assert max([c + 1 for c in column[: sum(counts)]], default=0) <= columns(rows, len(counts))
+    cleared = t.clear[: int(t.plan[0, 0, 1])].flatten()
     assert sorted(r for r in cleared.tolist() if r < rows) == list(range(sum(counts), rows))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 40_000), min_size=1, max_size=40))
+def test_the_two_cores_of_a_pair_have_half_the_work_each(counts: list[int]) -> None:
+    """Within a tile, and with the weights of experts of few rows counted as theirs: also where one expert owns everything."""
+    t = routing(torch.tensor(counts), max(1, sum(counts)), None, None, 2)
+    work = [
+        sum(s.full * TILE + (max(s.tail, WEIGHTS) if not s.full else s.tail) for s in slots(t, i)) for i in range(2)
+    ]
+    assert abs(work[0] - work[1]) <= TILE + WEIGHTS
+    experts = [{s.expert for s in slots(t, i)} for i in range(2)]
+    assert len(experts[0] & experts[1]) <= 1
 
 
 def test_two_layers_with_kernels_in_one_graph_and_experts_without_tokens() -> None:

@@ -15,16 +15,25 @@ SBUF_BYTES = (
 )  # per partition, less what compiler and runtime keep (nki-library d2ad3a5 plans so)
 PARTITIONS = P = 128  # partitions of SBUF and PSUM
 TILE = 512  # rows of a tile: a PSUM bank of float32, the widest matmul
+D_SLICE = 8  # blocks of 128 columns of a slice of weights (experts/walk.py)
 MAX_EXPERTS = 512  # a launch's tables stay small; Qwen3 has 128
 BYTES = {"bfloat16": 2, "float32": 4}
 
 
 class Split(NamedTuple):
-    """Into how many parts a core's share of F and of D is cut so that SBUF holds a kernel, and whether there is room to load ahead."""
+    """Into how many parts F and D are cut so that SBUF holds the weights of one, or `whole`: an expert at once, in one pass."""
 
     f_splits: int
     d_splits: int
-    ahead: bool
+    whole: bool
+
+
+class SumSplit(NamedTuple):
+    """Into how many parts a core's share of F is cut so that SBUF holds its sums; F, of experts of one tile, which need no sums; and D."""
+
+    f_splits: int
+    f_splits_alone: int
+    d_splits: int
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,7 @@ class Fit:
     lnc: int
     forward: Split
     backward_data: Split
-    backward_weights: Split
+    backward_weights: SumSplit
     sbuf_bytes: int
 
 
@@ -65,60 +74,59 @@ def check(rows: int, experts: int, hidden: int, dim: int, *, dtype: object = "bf
             )
     b = BYTES[name]
     D, F = dim // P, hidden // P  # blocks of 128
-    rows_twice = D * TILE * b if b == 4 else 0  # float32 rows are gathered before they are transposed
+    tables = 80 * experts + 4096  # tiling.py's, and what is small
+    gathered = dim * b if b == 4 else 0  # float32 rows are gathered before they are transposed
 
-    # Bytes per partition: (what an expert occupies, what a tile occupies, the rest) for a share of f blocks of F, d of D.
-    def forward_f(f: int) -> Need:
-        return Need(2 * D * f * P * b, D * TILE * b + rows_twice, 3 * f * TILE * b + 2 * TILE * 4)
+    # Bytes per partition with f blocks of F's weights and d of D's at hand: weights, a tile's input, what is computed from it.
+    def forward_f(f: int, d: int) -> int:  # with room for a tail and a full tile where the whole expert is
+        tile = max(D * TILE * b * (2 if d else 1), dim * b)
+        return 2 * D * f * P * b + d * F * P * b + tile + max(gathered, 3 * f * TILE * b + 2 * TILE * 4 + out(d))
 
-    def forward_d(d: int) -> Need:
-        return Need(F * d * P * b, F * TILE * b, 4 * d * P * b)
+    def forward_d(d: int) -> int:
+        return F * d * P * b + max(F * TILE * b + out(d), hidden * b)
 
-    def data_f(f: int) -> Need:
-        return Need(D * f * P * b, (D + 3 * f) * TILE * b + TILE * 4 + rows_twice, 2 * f * TILE * b + 6 * TILE * 4)
+    def data_f(f: int, d: int) -> int:
+        tile, work = (D + 3 * f) * TILE * b * (2 if d else 1), 2 * f * TILE * b + 7 * TILE * 4
+        return D * f * P * b + 2 * d * F * P * b + tile + max(gathered, work + out(d))
 
-    def data_d(d: int) -> Need:
-        return Need(2 * F * d * P * b, 2 * F * TILE * b, 4 * d * P * b)
+    def data_d(d: int) -> int:
+        return 2 * F * d * P * b + 2 * F * TILE * b + out(d)
 
-    def weights_f(f: int) -> Need:
-        return Need(0, (2 * D + 3 * f) * TILE * b, 3 * f * P * D * 4 + 2 * max(dim, f * P) * b)
+    def out(d: int) -> int:  # a slice of D, of all blocks of a tile
+        return min(d, D_SLICE) * TILE * b
+
+    def one(f: int, d: int) -> int:
+        return (2 * d + 3 * f) * TILE * b + 2 * max(d, f) * P * b
+
+    def several(f: int, d: int) -> int:
+        return (2 * d + 3 * f) * TILE * b + max(d, f) * P * b + 3 * f * P * d * 4
 
     where = f"D={dim} F={hidden} {name} at LNC={lnc}"
-    forward, most_1 = _split(where + ", forward", forward_f, F // lnc, forward_d, D // lnc)
-    data, most_2 = _split(where + ", backward for the data", data_f, F // lnc, data_d, D // lnc)
-    weights, most_3 = _split(where + ", backward for the weights", weights_f, F // lnc, None, 1)
-    return Fit(lnc, forward, data, weights, max(most_1, most_2, most_3))
+    used = []
 
-
-class Need(NamedTuple):
-    """SBUF bytes per partition of one expert's weights, of one tile's input, and of everything else."""
-
-    expert: int
-    tile: int
-    rest: int
-
-    def total(self, ahead: bool) -> int:
-        return (1 + ahead) * (self.expert + self.tile) + self.rest + 1024  # 1024: tables and counters
-
-
-def _split(
-    where: str, need_f: Callable[[int], Need], f: int, need_d: Callable[[int], Need] | None, d: int
-) -> tuple[Split, int]:
-    """The fewest splits that fit; of those, with room to load ahead if there is. And the bytes used."""
-
-    def fewest(need: Callable[[int], Need], blocks: int) -> int:
-        for n in range(1, blocks + 1):
-            if blocks % n == 0 and need(blocks // n).total(ahead=False) <= SBUF_BYTES:
+    def fewest(kernel: str, blocks: int, need: Callable[[int], int]) -> int:
+        """The fewest parts of so many blocks that fit."""
+        for n in (n for n in range(1, blocks + 1) if blocks % n == 0):
+            if tables + need(blocks // n) <= SBUF_BYTES:
+                used.append(tables + need(blocks // n))
                 return n
         raise ValueError(
-            f"{where} needs {need(1).total(ahead=False)} bytes of SBUF per partition however it is split; there are {SBUF_BYTES}. "
+            f"{where}, {kernel}, needs {tables + need(1)} bytes of SBUF per partition however it is split; there are {SBUF_BYTES}. "
             "Shard D or F (tensor parallelism), or use LNC=2 or bfloat16"
         )
 
-    n_f, n_d = fewest(need_f, f), fewest(need_d, d) if need_d else 1
-    needs = [need_f(f // n_f)] + ([need_d(d // n_d)] if need_d else [])
-    ahead = all(need.total(ahead=True) <= SBUF_BYTES for need in needs)
-    return Split(n_f, n_d, ahead), max(need.total(ahead) for need in needs)
+    def split(kernel: str, need_f: Callable[[int, int], int], need_d: Callable[[int], int]) -> Split:
+        if tables + need_f(F, D) <= SBUF_BYTES:
+            used.append(tables + need_f(F, D))
+            return Split(1, 1, True)
+        return Split(fewest(kernel, F, lambda f: need_f(f, 0)), fewest(kernel, D, need_d), False)
+
+    forward, data = split("forward", forward_f, forward_d), split("backward for the data", data_f, data_d)
+    kernel = "backward for the weights"
+    d_splits = fewest(kernel, D, lambda d: max(several(1, d), one(1, d)))
+    sums = fewest(kernel, F // lnc, lambda f: several(f, D // d_splits))
+    weights = SumSplit(sums, fewest(kernel, F, lambda f: one(f, D // d_splits)), d_splits)
+    return Fit(lnc, forward, data, weights, max(used))
 
 
 def check_rope(rows: int, head_dim: int, *, dtype: object = "bfloat16", lnc: int | None = None) -> None:

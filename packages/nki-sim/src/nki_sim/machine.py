@@ -347,5 +347,5 @@ class Machine:
 
 def holes(part: Array, view: NkiTensor) -> str:
     """How much of a view is missing, in words."""
-    first = tuple(int(i) for i in np.argwhere(~part)[0][: view.ndim])
-    return f"{part.size - np.count_nonzero(part)} of {part.size} elements, the first at {first},"
+    at = tuple(map(int, np.unravel_index(np.argmin(part), part.shape)[: view.ndim]))
+    return f"{part.size - np.count_nonzero(part)} of {part.size} elements, the first at {at},"

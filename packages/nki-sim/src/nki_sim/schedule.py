@@ -51,6 +51,7 @@ class Recorder:
         self.addresses: dict[Key, int] = {}
         self.live: dict[tuple[int, MemoryRegion], dict[Key, tuple[int, int]]] = {}
         self.cursor: dict[tuple[int, MemoryRegion], int] = {}
+        self.met = 0  # the event in which the cores last met: what one did before that, the other waits for
 
     def __call__(self, core: int, instr: Instr, located: dict[int, int]) -> None:
         if id(instr) not in self.costs:
@@ -69,6 +70,7 @@ class Recorder:
             self._access(event, number, view, located, True)
         if meeting and core == 1:  # the first half waits for what this one waits for
             self.events[number - 1].after.update(event.after - {number - 1}, self.last.get(event.queue, ()))
+            self.met = number
         self.last[event.queue] = {number}
         if instr.op in ("register_load", "register_move"):
             self.registers[core, instr.args["dst"].number] = number
@@ -110,10 +112,11 @@ class Recorder:
         kept = [(box, number, write)]
         for record in self.records.get(key, ()):
             (e, f, g, h), other, wrote = record
-            if e < b and a < f and g < d and c < h:
+            there = self.events[other]
+            if e < b and a < f and g < d and c < h and (there.core == event.core or other <= self.met):
                 if (write or wrote) and other != number:
                     event.after.add(other)
-                same_queue = not wrote and self.events[other].queue == event.queue
+                same_queue = not wrote and there.queue == event.queue
                 if (write or same_queue) and a <= e and f <= b and c <= g and h <= d:
                     continue  # what comes later waits for this access instead
             kept.append(record)
@@ -145,33 +148,29 @@ def schedule(events: list[Event], model: Model) -> float:
     """Set each event's start and end; the last end, in ns. Of the instructions at the head of their queues, the one that can
     start first does."""
     queues: dict[Queue, list[int]] = {}
-    for number, event in enumerate(events):
-        queues.setdefault(event.queue, []).append(number)
-    heads = dict.fromkeys(queues, 0)
+    for number in reversed(range(len(events))):
+        queues.setdefault(events[number].queue, []).append(number)
     free: dict[Queue, float] = {}  # when an engine, a ring or (core, "dma"), the shared bandwidth, is free
     done: dict[int, float] = {}
-    while heads:
-        ready: list[tuple[float, Queue]] = []
-        for queue, at in heads.items():
-            event = events[queues[queue][at]]
+    while queues:
+        ready: list[tuple[float, float, Queue]] = []
+        for queue, numbers in queues.items():
+            event = events[numbers[-1]]
             if all(n in done for n in event.after):
                 waits = [free.get(queue, 0.0), *(done[n] for n in event.after)]
-                shared = free.get((event.core, "dma"), 0.0) if event.instr.engine == "dma" else 0.0
-                ready.append((max(*waits, shared), queue))
-        start, queue = min(ready)  # never empty: dependencies point backwards
-        number = queues[queue][heads[queue]]
+                shared = free.get((event.core, event.instr.engine), 0.0)
+                ready.append((max(*waits, shared), max(waits), queue))  # DMA takes what has waited longest
+        start, _, queue = min(ready)  # never empty: dependencies point backwards
+        number = queues[queue].pop()
         event = events[number]
-        if event.cost.issue and event.cost.issue[1]:  # the engine that generates the descriptors
+        if event.cost.issue and event.cost.issue[1]:  # who generates the descriptors does so while others move
             engine, ns = (event.core, event.cost.issue[0]), event.cost.issue[1]
-            start = max(start, free.get(engine, 0.0)) + ns
-            free[engine] = start
+            free[engine] = max(free.get(engine, 0.0), *(done[n] for n in event.after), 0.0) + ns
+            start = max(start, free[engine])
         event.start, event.end = start, start + event.cost.ns
-        free[queue] = event.end
-        if event.instr.engine == "dma":
-            free[event.core, "dma"] = event.end
-            event.end += model.dma_latency_ns
+        free[queue] = free[event.core, event.instr.engine] = event.end
+        event.end += model.dma_latency_ns if event.instr.engine == "dma" else 0.0
         done[number] = event.end
-        heads[queue] += 1
-        if heads[queue] == len(queues[queue]):
-            del heads[queue]
+        if not queues[queue]:
+            del queues[queue]
     return max(done.values(), default=0.0)

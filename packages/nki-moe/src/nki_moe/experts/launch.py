@@ -33,15 +33,15 @@ def forward(
     run: Callable[..., Any] = simulated.run,
 ) -> tuple[Tensor, Tensor]:
     """As experts.host.forward."""
-    from nki_moe.experts import kernel
+    from nki_moe.experts.kernel_forward import forward
 
     rows = x.shape[0] if order_R is None else order_R.shape[0]
     fit = check(rows, *w1.shape, dtype=x.dtype)
-    t = routing(counts_E, rows, order_R, scores_TK)
+    t = routing(counts_E, rows, order_R, scores_TK, fit.lnc)
     out = run(
-        kernel.forward,
+        forward,
         fit.lnc,
-        *(x, w1, w2, w3, t.plan, t.load, t.store, t.clear, t.source, t.inverse, t.scores),
+        *(x, w1, w2, w3, t.plan, t.tails, t.clear, t.source, t.inverse, t.scores),
         rows=rows,
         fused=order_R is not None,
         save=save,
@@ -62,29 +62,16 @@ def backward_data(
     run: Callable[..., Any] = simulated.run,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As experts.host.backward_data."""
-    from nki_moe.experts import kernel
+    from nki_moe.experts.kernel_backward_data import backward_data
 
     rows = dy.shape[0] if order_R is None else order_R.shape[0]
     fit = check(rows, *w1.shape, dtype=dy.dtype)
-    t = routing(counts_E, rows, order_R, scores_TK)
+    t = routing(counts_E, rows, order_R, scores_TK, fit.lnc)
     dx, dkept, dscore_parts = run(
-        kernel.backward_data,
+        backward_data,
         fit.lnc,
-        *(
-            dy,
-            w1,
-            w2,
-            w3,
-            _kernel_view(saved),
-            t.plan,
-            t.load,
-            t.store,
-            t.scale,
-            t.clear,
-            t.source,
-            t.score_rows,
-            t.inverse,
-        ),
+        *(dy, w1, w2, w3, _kernel_view(saved)),
+        *(t.plan, t.tails, t.scale, t.clear, t.source, t.score_rows, t.inverse),
         rows=rows,
         fused=order_R is not None,
         **fit.backward_data._asdict(),
@@ -108,22 +95,20 @@ def backward_weights(
     run: Callable[..., Any] = simulated.run,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As experts.host.backward_weights."""
-    from nki_moe.experts import kernel
+    from nki_moe.experts.kernel_backward_weights import backward_weights
 
     rows = x.shape[0] if order_R is None else order_R.shape[0]
     E = counts_E.shape[0]
     fit = check(rows, E, saved.shape[2], x.shape[1], dtype=x.dtype)
-    t = routing(counts_E, rows, order_R, scores_TK)
+    t = routing(counts_E, rows, order_R, scores_TK, fit.lnc)
     return run(
-        kernel.backward_weights,
+        backward_weights,
         fit.lnc,
         *(dy, x, _kernel_view(saved), _kernel_view(dgu)),
-        *(t.plan, t.load, t.store, t.scale, t.real, t.source, t.score_rows),
+        *(t.plan, t.tails, t.factors, t.source, t.score_rows),
         experts=E,
-        rows=rows,
         fused=order_R is not None,
-        f_splits=fit.backward_weights.f_splits,
-        ahead=fit.backward_weights.ahead,
+        **fit.backward_weights._asdict(),
     )
 
 
