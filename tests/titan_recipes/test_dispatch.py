@@ -254,7 +254,7 @@ def test_a_spec_has_the_gather_dispatcher_until_another_is_chosen(make: Any) -> 
     assert kinds(spec) == {CapacityTokenDispatcher}
     with pytest.raises(UserError, match="choose one of gather, capacity, all-to-all"):
         use_dispatcher(spec, "padded")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="does not take these options.*capacity_factor"):
+    with pytest.raises(UserError, match=r"does not take these options.*capacity_factor"):
         use_dispatcher(spec, "gather", capacity_factor=2.0)
     with pytest.raises(UserError, match="capacity_factor is 0"):
         use_dispatcher(spec, "capacity", capacity_factor=0)
