@@ -33,7 +33,7 @@ from torchtitan.protocols.module import Module
 from .attention import Mask, MaskedQwen3Model, SDPAttention
 from .balance import share_balance
 from .errors import UserError
-from .moe import moe_config
+from .moe import keep_choices, moe_config
 from .source import Model, find_model
 from .state_dict import BackendStateDictAdapter, NativeStateDictAdapter
 
@@ -178,9 +178,11 @@ def use_model(
         config.model_spec = model_spec(
             old.qwen3, route=route, document_mask=old.document_mask, flavor=config.model_spec.flavor
         )
+        keep_choices(old, config.model_spec.model)
         return
     source = find_model(model)
     config.model_spec = model_spec(source.config, route=route, document_mask=old.document_mask, flavor=source.name)
+    keep_choices(old, config.model_spec.model)
     config.expected_trainable = None  # it was another model's
     if hasattr(config.loss, "global_vocab_size"):
         config.loss.global_vocab_size = source.config.vocab_size
