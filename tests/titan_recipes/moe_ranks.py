@@ -6,7 +6,7 @@ import torch
 
 VOCABULARY, BATCH, LENGTH = 96, 4, 16
 OPTIONS: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16, "intermediate_size": 48, "max_position_embeddings": 64, "rope_theta": 1e6, "num_experts": 8,
     "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True,
 }  # fmt: skip
@@ -22,16 +22,18 @@ class Run:
     """The model on this rank. `degrees` are ParallelismConfig's, `prepare` changes the spec before it is built."""
 
     def __init__(
-        self, degrees: dict[str, Any], prepare: Any = None, policy: Any = None, micro_batches: int = 1
+        self, degrees: dict[str, Any], prepare: Any = None, policy: Any = None, micro_batches: int = 1, layers: int = 2
     ) -> None:
         from qwen3_core import Qwen3Config
         from titan_recipes.spec import native
         from titan_recipes.trainer import Trainer
         from torch import distributed as dist
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
         from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
         from torchtitan.distributed import ParallelDims
         from torchtitan.distributed.utils import set_spmd_backend
 
+        _clear_sharding_prop_cache()  # it holds meshes of a model before this one
         world = dist.get_world_size() if dist.is_initialized() else 1
         parallelism = ParallelismConfig(**degrees)
         training = TrainingConfig(
@@ -43,7 +45,7 @@ class Run:
         training.global_batch_size = BATCH
         set_spmd_backend(parallelism.spmd_backend)
         self.dims.build_mesh()
-        spec = native(Qwen3Config(**OPTIONS), document_mask="causal")
+        spec = native(Qwen3Config(**OPTIONS | {"num_hidden_layers": layers}), document_mask="causal")
         if prepare is not None:
             prepare(spec)
         self.spec = spec
