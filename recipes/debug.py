@@ -1,11 +1,13 @@
 """Recipes that run anywhere in minutes: the shape of a real run, at the size of a laptop."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from qwen3_core import Qwen3Config
 from titan_recipes.checkpoint import StepCheckpoints
 from titan_recipes.data import TextDataLoader
 from titan_recipes.documents import python_docs
+from titan_recipes.kernels import kernel
 from titan_recipes.metrics import RunMetrics
 from titan_recipes.spec import native
 from titan_recipes.trainer import Trainer
@@ -54,6 +56,22 @@ def debug() -> Trainer.Config:
         debug=DebugConfig(seed=0),
         checkpoint=StepCheckpoints.Config(enable=True, interval=150, keep_latest_k=3),
     )
+
+
+def debug_moe() -> Trainer.Config:
+    """A mixture of experts of 8 million parameters on the same text, through nki-moe's experts: CPU, minutes.
+
+    8 experts of 256, 2 a token; widths that the kernels take, so that NKI_MOE_BACKEND=sim runs them here on nki-sim (slowly).
+    """
+    config = debug()
+    assert config.model_spec is not None
+    dense = config.model_spec.model.qwen3
+    moe = replace(
+        dense, hidden_size=256, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256, norm_topk_prob=True
+    )
+    config.model_spec = native(moe, document_mask="block", flavor="debug-moe")
+    config.override.imports = [kernel("experts")]
+    return config
 
 
 def debug_continued() -> Trainer.Config:

@@ -1,4 +1,4 @@
-"""Contract: from the same weights, both routes have plain Transformers' first loss and gradients, in every layout; and what
+"""Contract: from the same weights, all routes have plain Transformers' first loss and gradients, in every layout; and what
 was not initialised or not read stops the run by name.
 
 The reference is the Transformers class without TorchTitan, each document run alone; so masks, positions, RoPE, loss and the
@@ -6,6 +6,7 @@ reduction over ranks are compared as well as the model. Float32, losses and grad
 """
 
 import os
+from collections import Counter
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +30,17 @@ SIZES: dict[str, Any] = {
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
 PLAIN = {"rope_type": "default", "rope_theta": 1e6}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
-LAYOUTS = {"one": {}, "fsdp": {"data_parallel_shard_degree": 2}, "tp": {"tensor_parallel_degree": 2}}
+FSDP = {"data_parallel_shard_degree": 2}
+LAYOUTS = {"one": {}, "fsdp": FSDP, "tp": {"tensor_parallel_degree": 2}, "ep": {**FSDP, "expert_parallel_degree": 2}}
+# Transformers' model takes nki-moe's experts by the same override.
+RUNS = [
+    (route, kind, layout)
+    for route in ("native", "transformers", "kernels", "transformers with kernels")
+    for kind in ("dense", "moe")
+    for layout in LAYOUTS
+    if (kind == "moe" or ("kernels" not in route and layout != "ep"))
+    and (route != "transformers with kernels" or layout in ("one", "ep"))
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +55,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     moe = transformers.Qwen3MoeConfig(
         **SIZES, **EXPERTS, tie_word_embeddings=False, rope_parameters=PLAIN, mlp_only_layers=[0]
     )
-    models = {"dense": transformers.Qwen3ForCausalLM(dense), "moe": transformers.Qwen3MoeForCausalLM(moe)}
+    widths = {"hidden_size": 128, "moe_intermediate_size": 128, "num_experts": 4}  # what kernels take at LNC=1
+    wide = transformers.Qwen3MoeConfig(
+        **{**SIZES, **EXPERTS, **widths}, tie_word_embeddings=False, rope_parameters=PLAIN
+    )
+    models = {
+        "dense": transformers.Qwen3ForCausalLM(dense),
+        "moe": transformers.Qwen3MoeForCausalLM(moe),
+        "wide": transformers.Qwen3MoeForCausalLM(wide),
+    }
     for name, model in models.items():
         with torch.no_grad():
             for p in model.parameters():
@@ -58,7 +77,14 @@ def documents() -> list[str]:
 
 
 def first_step(
-    rank: int, folder: Path, route: str, layout: dict[str, int], run: Path, micro_batches: int = 1, few: bool = False
+    rank: int,
+    folder: Path,
+    route: str,
+    layout: dict[str, int],
+    run: Path,
+    micro_batches: int = 1,
+    few: bool = False,
+    recompute: bool = False,
 ) -> dict[str, Any]:
     """One step of the trainer: this rank's batch, the loss, and all gradients under the Hub's names.
 
@@ -67,11 +93,14 @@ def first_step(
     from titan_recipes.checkpoint import StepCheckpoints
     from titan_recipes.data import TextDataLoader
     from titan_recipes.defaults import apply_device_defaults
+    from titan_recipes.kernels import NkiExperts, kernel
     from titan_recipes.spec import native, use_model
     from titan_recipes.trainer import Trainer
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.components.optimizer import default_adamw
     from torchtitan.config import TrainingConfig
+    from torchtitan.distributed.activation_checkpoint import FullAC
+    from torchtitan.models.common.moe import GroupedExperts
 
     config = Trainer.Config(
         model_spec=native("debug"),
@@ -86,11 +115,13 @@ def first_step(
         ),
         optimizer=default_adamw(lr=1e-3),
         loss=CrossEntropyLoss.Config(global_vocab_size=2048),
-        activation_checkpoint=None,
+        activation_checkpoint=FullAC.Config() if recompute else None,
         checkpoint=StepCheckpoints.Config(enable=True),
         dump_folder=str(run),
     )
-    use_model(config, folder, route=route)
+    use_model(config, folder, route=route.split()[0])
+    if route.endswith("with kernels"):
+        config.override.imports = [kernel("experts")]
     for name, degree in layout.items():
         setattr(config.parallelism, name, degree)
     apply_device_defaults(config, "cpu")
@@ -120,12 +151,14 @@ def first_step(
     trainer.step = 1
     trainer.train_step(watched(trainer.batch_generator(trainer.dataloader)))
     trainer.close()
+    experts = [type(m) for part in trainer.model_parts for m in part.modules() if isinstance(m, GroupedExperts)]
+    assert all((kind is NkiExperts) == ("kernels" in route) for kind in experts)
     hub = convert_state(gradients, Layout.PER_EXPERT).tensors
     arrays = {
         name: t.numpy() for name, t in hub.items()
     }  # tensors would go through shared memory that dies with the rank
     batch = [torch.cat(parts).numpy() for parts in zip(*batches, strict=True)]
-    return {"batch": batch, "loss": losses[0], "gradients": arrays if rank == 0 else {}}
+    return {"batch": batch, "loss": losses[0], "gradients": arrays if rank == 0 else {}, "kernels": dict(CALLS)}
 
 
 @cache
@@ -152,16 +185,50 @@ def assert_close(name: str, ours: torch.Tensor, reference: torch.Tensor) -> None
     assert worst <= BOUND * scale, f"{name}: max|a-b| = {worst:.3e} = {worst / scale:.2e} max|b|"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ["dense", "moe"])
-@pytest.mark.parametrize("route", ["native", "transformers"])
+@pytest.mark.parametrize("route, kind, layout", RUNS)
 def test_the_first_loss_and_all_gradients_are_plain_transformers(
     folders: dict[str, Path], tmp_path: Path, route: str, kind: str, layout: str
 ) -> None:
+    compare(folders, tmp_path, route, kind, layout)
+
+
+@pytest.mark.parametrize("layout, recompute", [("one", True), ("ep", False)])
+def test_on_nki_sim_each_layer_runs_its_kernels_and_the_numbers_are_plain_transformers(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, recompute: bool
+) -> None:
+    """Route 3 on the kernels themselves: a forward pass, its repetition under full checkpointing, and two backward passes."""
+    from nki_sim.kernel import Program
+
+    run = Program.run
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        CALLS[self.kernel.__name__] += 1
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(Program, "run", counted)
+    monkeypatch.setenv("NKI_MOE_BACKEND", "sim")
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
+    layers = SIZES["num_hidden_layers"]
+    for rank in compare(folders, tmp_path, "kernels", "wide", layout, recompute):
+        assert rank["kernels"] == {
+            "forward": layers * (1 + recompute), "backward_data": layers, "backward_weights": layers
+        }  # fmt: skip
+
+
+CALLS: Counter[str] = Counter()
+"""Kernels that nki-sim ran, by name, in this process."""
+
+
+def compare(
+    folders: dict[str, Path], tmp_path: Path, route: str, kind: str, layout: str, recompute: bool = False
+) -> list[dict[str, Any]]:
+    """Assert that a first step is plain Transformers'; what each rank reported."""
     degrees = LAYOUTS[layout]
     os.environ.pop("TORCHELASTIC_RUN_ID", None)
-    ranks = run_ranks(first_step, 2 if degrees else 1, folders[kind], route, degrees, tmp_path)
-    parts = ranks if layout == "fsdp" else ranks[:1]  # tensor-parallel ranks have the same batch
+    ranks = run_ranks(
+        first_step, 2 if degrees else 1, folders[kind], route, degrees, tmp_path, 1, False, recompute, timeout=240
+    )
+    parts = ranks if layout in ("fsdp", "ep") else ranks[:1]  # tensor-parallel ranks have the same batch
     batch = [np.concatenate([part["batch"][i] for part in parts]) for i in range(3)]
     assert ((batch[1] == 0).sum(1) > 1).any()  # packed: there are masks to get wrong
     loss, gradients = plain(folders[kind], tuple(array.tobytes() for array in batch))
@@ -172,6 +239,7 @@ def test_the_first_loss_and_all_gradients_are_plain_transformers(
     assert found.keys() == gradients.keys()
     for name, gradient in gradients.items():
         assert_close(name, torch.from_numpy(found[name]), gradient)
+    return ranks
 
 
 @pytest.mark.parametrize("degrees, micro_batches", [({}, 2), (LAYOUTS["fsdp"], 1)], ids=["accumulated", "fsdp"])

@@ -53,7 +53,8 @@ def describe(bound: inspect.BoundArguments) -> str:
 def to_bytes(array: Any, copy: bool) -> np.ndarray:
     """An argument's bytes; a copy when the kernel writes it."""
     if is_torch(array):
-        array = array.detach().cpu().contiguous().reshape(-1).view(sys.modules["torch"].uint8).numpy()
+        # .numpy() forbids resizing a storage for good, and FSDP frees gathered weights so: it gets a copy's
+        array = array.detach().cpu().contiguous().reshape(-1).view(sys.modules["torch"].uint8).clone().numpy()
     if not isinstance(array, np.ndarray):
         raise TypeError(f"a kernel runs on numpy arrays or torch tensors; got {array!r}")
     raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

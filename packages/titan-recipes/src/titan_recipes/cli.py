@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         help="instead of the recipe's: a folder (its weights are where training starts), a Hub id in the local cache, or a name",
     )
     parser.add_argument(
-        "--route", metavar="R", help="instead of the recipe's: native, or transformers (see docs/routes.md)"
+        "--route", metavar="R", help="instead of the recipe's: native, transformers, or kernels (see docs/routes.md)"
     )
     parser.add_argument(
         "--resume",
@@ -151,6 +151,7 @@ def _main(arguments: list[str], recipes: Path) -> int:
     if options.help:
         build_config(replace(run_options, titan_args=(*rest, "--help")))
 
+    from .kernels import check_overrides
     from .planning import check_plan, dry_run
     from .preflight import check, check_layout, world_size_of
 
@@ -160,12 +161,15 @@ def _main(arguments: list[str], recipes: Path) -> int:
         return dry_run(planned, options.nproc, options.instance)
     config = build_config(run_options)
     world = int(os.environ["WORLD_SIZE"]) if under_torchrun else options.nproc or world_size_of(config)
+    overrides = check_overrides(config, device)
     check(config, world, resume=options.resume)
     check_plan(config, world, device)
     if first:
         print(
             f"device: {device}{' (chosen by auto)' if options.device == 'auto' else ''}, {world} rank{'s' if world > 1 else ''}"
         )
+        for line in overrides:
+            print(f"override: {line}")
         print(f"run folder: {folder}", flush=True)
     if options.compare_modes:
         if under_torchrun:

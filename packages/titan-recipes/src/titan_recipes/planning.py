@@ -19,6 +19,11 @@ from .logs import say
 __all__ = ["INSTANCE", "check_plan", "dry_run", "plan_of"]
 
 INSTANCE = "trn2.48xlarge"
+_DISPATCHERS = {
+    "GatherTokenDispatcher": "gather",
+    "CapacityTokenDispatcher": "capacity",
+    "AllToAllTokenDispatcher": "all-to-all",
+}
 _CHECKPOINTING = {"SaveLinears": "linears", "FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "selective"}
 
 
@@ -54,22 +59,34 @@ def plan_of(config: Any, world: int) -> tuple[ParallelPlan, ModelShape, Training
         loss_chunks=getattr(config.loss, "num_chunks", 1),
         expert_bytes=compute,
         reshard=p.fsdp_reshard_after_forward,
+        **_dispatch(config.model_spec.model),
     )
     return plan, ModelShape.from_hf(qwen3.to_hf()), how
 
 
 def _checkpointing(config: Any) -> Any:
-    """Planning's word for an activation-checkpointing config; a subclass of TorchTitan's counts as that.
+    """Planning's word for an activation-checkpointing config; UserError for a kind of which nothing is known."""
+    return "none" if config is None else _word(config, _CHECKPOINTING, "activation_checkpoint")
 
-    Raises UserError for a kind of which nothing is known.
-    """
-    if config is None:
-        return "none"
+
+def _dispatch(model: Any) -> dict[str, Any]:
+    """Planning's word for what brings tokens to a model's experts, and its capacity."""
+    from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+
+    for _, dispatcher, _, _ in model.traverse(LocalTokenDispatcher.Config):
+        capacity = getattr(dispatcher, "capacity_factor", None)
+        word = _word(dispatcher, _DISPATCHERS, "token_dispatcher")
+        return {"dispatcher": word} | ({} if capacity is None else {"capacity_factor": capacity})
+    return {}
+
+
+def _word(config: Any, table: dict[str, str], field: str) -> str:
+    """Planning's word for a config by its class; a subclass counts as what it derives from."""
     for kind in type(config)._owner.__mro__:
-        if kind.__name__ in _CHECKPOINTING:
-            return _CHECKPOINTING[kind.__name__]
+        if kind.__name__ in table:
+            return table[kind.__name__]
     raise UserError(
-        f"activation_checkpoint is a {type(config)._owner.__name__}: its memory is not modelled. Known: {', '.join(_CHECKPOINTING)}."
+        f"{field} is a {type(config)._owner.__name__}: its memory is not modelled. Known: {', '.join(table)}."
     )
 
 
@@ -104,6 +121,8 @@ def dry_run(config: Any, world: int | None, name: str | None) -> int:
 
     Without `world`, the degrees' product, or one whole instance when dp_shard is left open.
     """
+    from .kernels import check_overrides
+
     start = time.perf_counter()
     try:
         machine = instance(name or INSTANCE)
@@ -132,6 +151,8 @@ def dry_run(config: Any, world: int | None, name: str | None) -> int:
     say(f"planned for {cluster.nodes} x {machine.name}: {world} cores, {plan}; nothing runs on a device here")
     for finding in validate(plan, shape, cluster, how):
         say(str(finding))
+    for line in check_overrides(config, "neuron", planned=True):
+        say(f"override: {line}")
     report = memory(plan, shape, how)
     say(memory_table(report, cluster))
     for line in _rehearse(config, plan, shape, world):
@@ -146,7 +167,7 @@ def _rehearse(config: Any, plan: ParallelPlan, shape: ModelShape, world: int) ->
     import torch.distributed as dist
     from torch._subclasses import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
-    from torchtitan.config import TORCH_DTYPE_MAP
+    from torchtitan.config import TORCH_DTYPE_MAP, apply_overrides
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed import utils as dist_utils
     from torchtitan.tools import utils
@@ -157,6 +178,7 @@ def _rehearse(config: Any, plan: ParallelPlan, shape: ModelShape, world: int) ->
         dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
         spec = config.model_spec
         spec.model.update_from_config(config=config)
+        apply_overrides(config.override, config)
         meshes = {
             axis: dims.get_optional_mesh(axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "efsdp")
         }

@@ -33,7 +33,7 @@ class Options:
     model: str | None = None
     """Instead of the recipe's: a folder, a Hub id or a name."""
     route: str | None = None
-    """Instead of the recipe's: native or transformers."""
+    """Instead of the recipe's: native, transformers or kernels."""
     profile: bool = False
     """Trace one step."""
     mode: Mode | None = None

@@ -4,7 +4,7 @@
     transformers("Qwen/Qwen3-8B")        the Transformers class, in TorchTitan's Transformers backend
     native(Qwen3Config(vocab_size=...))  sizes of your own, by the names of config.json
 
-Both compute what qwen3-core computes from the same weights, and start from its initial distribution. docs/routes.md
+Two of the three routes; `kernels` is the native one with the overrides of titan_recipes.kernels. All compute what qwen3-core computes from the same weights, and start from its initial distribution. docs/routes.md
 compares them.
 """
 
@@ -23,6 +23,7 @@ from torchtitan.components.optimizer import register_moe_load_balancing_hook
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.qwen3 import parallelize_qwen3
@@ -31,7 +32,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
 from .attention import Mask, MaskedQwen3Model, SDPAttention
-from .balance import share_balance
+from .balance import BalancedRouter, share_balance, use_balance_loss
 from .errors import UserError
 from .moe import moe_config
 from .source import Model, find_model
@@ -44,7 +45,7 @@ __all__ = ["Route", "hf_config", "model_spec", "native", "route_of", "swaps", "t
 
 log = logging.getLogger(__name__)
 
-Route = Literal["native", "transformers"]
+Route = Literal["native", "transformers", "kernels"]
 
 
 def native(model: Model, *, document_mask: Mask = "block", flavor: str | None = None) -> ModelSpec:
@@ -135,15 +136,15 @@ def transformers(model: Model, *, document_mask: Mask = "block", flavor: str | N
 def model_spec(
     model: Model, *, route: str = "native", document_mask: Mask = "block", flavor: str | None = None
 ) -> ModelSpec:
-    """`native` or `transformers`, by name. Raises UserError for another route."""
-    routes = {"native": native, "transformers": transformers}
+    """`native` (that of `kernels`, too) or `transformers`, by the route's name. Raises UserError for another route."""
+    routes = {"native": native, "transformers": transformers, "kernels": native}
     if route not in routes:
         raise UserError(f"route {route!r} is unknown; choose one of {', '.join(routes)}.")
     return routes[route](model, document_mask=document_mask, flavor=flavor)
 
 
 def route_of(spec: ModelSpec) -> Route:
-    """The route that a spec of this module takes. Raises UserError for a spec of another's making."""
+    """The route whose model a spec of this module is (`kernels` has the native one). UserError for a spec of another's making."""
     if getattr(spec.model, "qwen3", None) is None:
         raise UserError(
             f"The recipe's model spec ({spec.name} {spec.flavor}) is not one of titan_recipes.spec: it has no route to change. "
@@ -169,18 +170,23 @@ def use_model(
     """Set every field of a recipe's config that depends on the model; what is None stays as the recipe has it.
 
     A folder's tokenizer becomes hf_assets_path, and its weights are what a fresh run starts from (`weights=False`: only its
-    sizes; True: they have to be there).
+    sizes; True: they have to be there). `kernels` keeps a recipe's choice of kernels, or takes nki-moe's experts in every layer;
+    another route takes none.
     """
     assert config.model_spec is not None
     own, old = route_of(config.model_spec), config.model_spec.model
+    if route is not None:
+        _use_kernels(config, route == "kernels")
     route = route or own
     if model is None:
         config.model_spec = model_spec(
             old.qwen3, route=route, document_mask=old.document_mask, flavor=config.model_spec.flavor
         )
+        _keep_choices(old, config.model_spec)
         return
     source = find_model(model)
     config.model_spec = model_spec(source.config, route=route, document_mask=old.document_mask, flavor=source.name)
+    _keep_choices(old, config.model_spec)
     config.expected_trainable = None  # it was another model's
     if hasattr(config.loss, "global_vocab_size"):
         config.loss.global_vocab_size = source.config.vocab_size
@@ -191,6 +197,28 @@ def use_model(
     if source.weights is not None and weights is not False:
         config.checkpoint.initial_load_path = str(source.weights)
         config.checkpoint.initial_load_in_hf = True  # a step too: read through the same table, it starts either route
+
+
+def _keep_choices(old: Any, spec: ModelSpec) -> None:
+    """Give a new spec's mixtures what a recipe chose for the old model's: the dispatcher and the balance loss."""
+    for _, chosen, _, _ in old.traverse(RoutedExperts.Config):
+        for _, experts, _, _ in spec.model.traverse(RoutedExperts.Config):
+            new = experts.token_dispatcher
+            experts.token_dispatcher = replace(chosen.token_dispatcher, num_experts=new.num_experts, top_k=new.top_k)
+        break
+    for _, router, _, _ in old.traverse(BalancedRouter.Config):
+        use_balance_loss(spec, router.balance_coefficient)
+        break
+
+
+def _use_kernels(config: "Trainer.Config", wanted: bool) -> None:
+    from .kernels import is_kernel, kernel
+
+    imports = config.override.imports
+    if not wanted:
+        config.override.imports = [entry for entry in imports if not is_kernel(entry)]
+    elif not any(is_kernel(entry) for entry in imports):
+        config.override.imports = [*imports, kernel("experts")]
 
 
 def parallelize(model: nn.Module, **kwargs: Any) -> nn.Module:

@@ -15,6 +15,7 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.validate import Validator
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.utils import dist_sum
+from torchtitan.tools.utils import device_type
 
 from .assets import write_assets
 from .balance import RoutingWatch
@@ -23,6 +24,7 @@ from .data import TextDataLoader
 from .errors import UserError
 from .first_loss import random_loss, report_first_loss
 from .guard import check_written, guard_initialisation, states_of
+from .kernels import check_overrides
 from .logs import say
 from .metrics import RunMetrics
 from .spec import hf_config, swaps
@@ -53,10 +55,11 @@ class Trainer(titan.Trainer):
         config.validator.dataloader = validation_data(config)
         assert config.model_spec is not None
         self.hf_config = hf_config(config.model_spec.model, dtype=TORCH_DTYPE_MAP[config.training.dtype])
-        for line in swaps(config.model_spec):
-            log.info("swap: %s", line)
+        check_overrides(config, device_type)
         config.model_spec = guard_initialisation(config.model_spec)
         super().__init__(config)
+        for line in swaps(config.model_spec):  # overrides included
+            log.info("swap: %s", line)
         self._check_ties()
         self.stop = StopRequest()
         self.losses = LossWatch()
