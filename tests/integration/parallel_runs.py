@@ -68,11 +68,14 @@ class Route:
     """Whether part of it computes in bfloat16 whatever the parameters are: then the bound is another."""
 
 
-STOCK = ("FSDP2", "TP2", "CP2", "PP2", "FSDP2 EP2", "FSDP2xPP2 EP2")
+OF_EXPERTS = ("FSDP2", "TP2", "CP2", "PP2", "FSDP2 EP2", "TP2 EP2", "FSDP2xTP2 EP2", "FSDP2xPP2 EP2")
+"""Rows of routes that are the native one but for the experts."""
+
 ROUTES = (
     Route("native", "native"),
     Route("transformers", "transformers"),
-    Route("native, stock experts", "native", ("moe",), stock_experts, STOCK, bfloat16=True),
+    Route("kernels", "kernels", ("moe",), layouts=OF_EXPERTS),
+    Route("native, stock experts", "native", ("moe",), stock_experts, OF_EXPERTS, bfloat16=True),
 )
 
 
