@@ -47,7 +47,7 @@ def attention_mask_B1LK(positions_BL: torch.Tensor, mask: Mask, load_balancer: s
         if ranks > 1:
             mesh = current_spmd_mesh()
             assert mesh is not None
-            mine = slice(rank := mesh.get_local_rank("cp") * length, rank + length)
+            mine = slice(first := mesh.get_local_rank("cp") * length, first + length)
             order_K = _order_of_shards(order_K, ranks, load_balancer)
             if mask == "block":
                 positions_BK = all_gather_single(positions_BL.contiguous(), 1, mesh.get_group("cp"))
