@@ -198,8 +198,11 @@ def train_layouts(
 
 
 def _train_all(rank: int, folder: Path, route: Route, layouts: Sequence[Layout], run: Path, steps: int) -> list[Ran]:
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
     found = []
     for i, layout in enumerate(layouts):
+        _clear_sharding_prop_cache()  # it would hand the meshes of the layout before to this one's equal ones
         try:
             found.append(_train(folder, route, layout, run / str(i), steps))
         except BaseException as error:
