@@ -16,6 +16,7 @@ from ranks import run_ranks
 __all__ = [
     "KINDS",
     "LAYOUTS",
+    "MAX_NORM",
     "ROUTES",
     "STEPS",
     "Layout",
@@ -28,6 +29,8 @@ __all__ = [
 ]
 
 STEPS, LENGTH, BATCH = 10, 32, 8
+MAX_NORM = 1.0
+"""Gradient norms are 2 to 4 here: every step is clipped."""
 TOKENIZER = Path(__file__).parents[2] / "recipes" / "debug_tokenizer"
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
@@ -65,11 +68,14 @@ class Route:
     """Whether part of it computes in bfloat16 whatever the parameters are: then the bound is another."""
 
 
-STOCK = ("FSDP2", "TP2", "CP2", "PP2", "FSDP2 EP2", "FSDP2xPP2 EP2")
+OF_EXPERTS = ("FSDP2", "TP2", "CP2", "PP2", "FSDP2 EP2", "TP2 EP2", "FSDP2xTP2 EP2", "FSDP2xPP2 EP2")
+"""Rows of routes that are the native one but for the experts."""
+
 ROUTES = (
     Route("native", "native"),
     Route("transformers", "transformers"),
-    Route("native, stock experts", "native", ("moe",), stock_experts, STOCK, bfloat16=True),
+    Route("kernels", "kernels", ("moe",), layouts=OF_EXPERTS),
+    Route("native, stock experts", "native", ("moe",), stock_experts, OF_EXPERTS, bfloat16=True),
 )
 
 
@@ -89,6 +95,7 @@ class Layout:
         return ranks
 
     native_only: bool = False
+    validates: bool = True
 
     def suits(self, kind: str, route: "Route") -> bool:
         if route.layouts is not None and self.name not in route.layouts:
@@ -115,6 +122,7 @@ LAYOUTS = (
     Layout("PP2", {PP: 2}),
     Layout("PP2 GPipe", {PP: 2}, {"pipeline_parallel_schedule": "GPipe"}),
     Layout("PP2 interleaved", {PP: 2}, {"pipeline_parallel_schedule": "Interleaved1F1B"}),
+    Layout("PP2 zero bubble", {PP: 2}, {"pipeline_parallel_schedule": "ZBVZeroBubble"}, validates=False),
     Layout("FSDP4", {FSDP: 4}),
     Layout("HSDP2x2", {HSDP: 2, FSDP: 2}),
     Layout("FSDP2xTP2", {FSDP: 2, TP: 2}),
@@ -152,7 +160,8 @@ class Ran:
     losses: list[float]
     """-1 on ranks without the pipeline's last stage."""
     grad_norms: list[float]
-    validation: float
+    validation: float | None
+    """None where the layout cannot validate."""
     first_loss: str
     """What was said of the first loss, empty where nothing was."""
 
@@ -189,8 +198,11 @@ def train_layouts(
 
 
 def _train_all(rank: int, folder: Path, route: Route, layouts: Sequence[Layout], run: Path, steps: int) -> list[Ran]:
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
     found = []
     for i, layout in enumerate(layouts):
+        _clear_sharding_prop_cache()  # it would hand the meshes of the layout before to this one's equal ones
         try:
             found.append(_train(folder, route, layout, run / str(i), steps))
         except BaseException as error:
@@ -221,7 +233,7 @@ def config_of(folder: Path, route: Route, layout: Layout, run: Path, steps: int)
         dataloader=TextDataLoader.Config(documents=documents, holdout=0.1),
         validator=Validator.Config(enable=True, steps=-1),
         training=TrainingConfig(
-            local_batch_size=BATCH // layout.data_ranks, global_batch_size=BATCH, seq_len=LENGTH, steps=steps, max_norm=1.0,
+            local_batch_size=BATCH // layout.data_ranks, global_batch_size=BATCH, seq_len=LENGTH, steps=steps, max_norm=MAX_NORM,
         ),
         optimizer=default_adamw(lr=1e-3),
         loss=CrossEntropyLoss.Config(global_vocab_size=2048),
@@ -266,8 +278,9 @@ def _train(folder: Path, route: Route, layout: Layout, run: Path, steps: int) ->
             assert trainer.should_continue_training()
             trainer.step = step
             trainer.train_step(data)
-        trainer.validator.validate(trainer.model_parts, steps)
+        if layout.validates:
+            trainer.validator.validate(trainer.model_parts, steps)
     finally:
         titan_recipes.first_loss.say = say
         trainer.close()
-    return Ran(losses, norms, validation[-1], "".join(said))
+    return Ran(losses, norms, validation[-1] if validation else None, "".join(said))

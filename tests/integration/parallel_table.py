@@ -17,6 +17,7 @@ from pathlib import Path
 from integration.parallel_runs import (
     KINDS,
     LAYOUTS,
+    MAX_NORM,
     ROUTES,
     Layout,
     Ran,
@@ -75,6 +76,7 @@ def compare(layout: Layout, ranks: list[Ran], reference: Ran) -> Cell:
     with_loss = [rank for rank in ranks if rank.losses[0] > 0]
     stages = layout.degrees.get("pipeline_parallel", 1)
     assert len(with_loss) == len(ranks) // stages, f"{layout.name}: {len(with_loss)} ranks have a loss"
+    assert min(reference.grad_norms) > MAX_NORM, "a step was not clipped"
     for rank in ranks:
         assert rank.grad_norms == ranks[0].grad_norms, f"{layout.name}: ranks clip by different norms"
         assert bool(rank.first_loss) == (rank in with_loss), f"{layout.name}: who speaks of the first loss"
@@ -87,7 +89,7 @@ def differences(one: Ran, other: Ran) -> Cell:
     return Cell(
         loss=max(abs(a - b) for a, b in zip(one.losses, other.losses, strict=True)),
         norm=max(abs(a / b - 1) for a, b in zip(one.grad_norms, other.grad_norms, strict=True)),
-        validation=abs(one.validation - other.validation),
+        validation=abs(one.validation - other.validation) if one.validation and other.validation else 0.0,
     )
 
 

@@ -33,6 +33,7 @@ REFUSED = [
     ({"pipeline_parallel_degree": 5}, "cannot be greater than", "pipeline_parallel_degree"),
     ({"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": "Interleaved1F1B"}, "cannot be greater", "less_layers"),
     ({"pipeline_parallel_degree": 2, "pipeline_parallel_layers_per_stage": 1}, "exactly 1 stage per rank", "layers_per_stage"),
+    ({"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "DualPipeV"}, "loss on the first rank", "ZBVZeroBubble"),
     ({"tensor_parallel_degree": 4}, "does not divide the 2 KV heads", "valid degrees: [1, 2]"),
 ]  # fmt: skip
 
@@ -42,6 +43,20 @@ def test_a_layout_that_cannot_work_is_refused_with_reason_and_alternative(parall
     with pytest.raises(UserError) as refused:
         check_layout(config(**parallelism))
     assert reason in str(refused.value) and instead in str(refused.value)
+
+
+def test_a_schedule_that_cannot_validate_is_refused_with_validation_alone():
+    asked = config(
+        pipeline_parallel_degree=2,
+        pipeline_parallel_schedule="ZBVZeroBubble",
+        pipeline_parallel_first_stage_less_layers=0,
+    )
+    asked.parallelism.pipeline_parallel_last_stage_less_layers = 0
+    asked.model_spec = model_spec(replace(UNTIED, num_hidden_layers=4))
+    check_layout(asked)
+    asked.validator.enable = True
+    with pytest.raises(UserError, match=r"(?s)as validation does.*validator.no-enable"):
+        check_layout(asked)
 
 
 def test_pipeline_parallel_with_tied_weights_is_refused_on_both_routes():

@@ -35,36 +35,44 @@ def attention_mask_B1LK(positions_BL: torch.Tensor, mask: Mask, load_balancer: s
 
     positions_BL restart at 0 with each document. Under context parallel (TorchTitan's current mesh says so) they are this
     rank's part, and K runs over the keys of all ranks in rank order; `load_balancer` is how TorchTitan split the sequence.
-    Static in shape: no nonzero, no .item().
+    Static in shape: no nonzero, no .item(); views, flips and a cumulative sum, no sorting.
     """
     ranks = spmd_mesh_size("cp")
     if ranks == 1 and mask == "causal":
         return None
+    assert ranks == 1 or load_balancer in (None, "headtail"), load_balancer  # others are refused in preflight
+    pairs = ranks if load_balancer is not None else 1
     with spmd.no_typecheck():
         length, mine = positions_BL.shape[1], slice(None)
-        order_K = torch.arange(length * ranks, device=positions_BL.device)
         positions_BK = positions_BL
         if ranks > 1:
             mesh = current_spmd_mesh()
             assert mesh is not None
-            mine = slice(rank := mesh.get_local_rank("cp") * length, rank + length)
-            order_K = _order_of_shards(order_K, ranks, load_balancer)
+            mine = slice(first := mesh.get_local_rank("cp") * length, first + length)
             if mask == "block":
                 positions_BK = all_gather_single(positions_BL.contiguous(), 1, mesh.get_group("cp"))
-        seen_BLK = (order_K[mine, None] >= order_K)[None]
+        place_K = _by_rank(torch.arange(length * ranks, device=positions_BL.device), pairs)
+        seen_BLK = (place_K[mine, None] >= place_K)[None]
         if mask == "block":
-            document_BK = (positions_BK[:, order_K.argsort()] == 0).cumsum(1)[:, order_K]
+            document_BK = _by_rank((_in_sequence(positions_BK, pairs) == 0).cumsum(1), pairs)
             seen_BLK = seen_BLK & (document_BK[:, mine, None] == document_BK[:, None])
         return seen_BLK[:, None]
 
 
-def _order_of_shards(index_K: torch.Tensor, ranks: int, load_balancer: str | None) -> torch.Tensor:
-    """Places in the sequence of the tokens of rank 0, rank 1, ..., one after the other."""
-    if load_balancer is None:
-        return index_K
-    assert load_balancer == "headtail", load_balancer  # refused in preflight
-    chunks = index_K.view(2 * ranks, -1)  # rank r has chunks r and 2 * ranks - 1 - r
-    return torch.stack((chunks[:ranks], chunks[ranks:].flip(0)), 1).flatten()
+def _by_rank(x: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Head-tail balancing of the last dim: rank r has chunks r and 2 * ranks - 1 - r. The same for one rank."""
+    if ranks == 1:
+        return x
+    chunks = x.unflatten(-1, (2 * ranks, -1))
+    return torch.stack((chunks[..., :ranks, :], chunks[..., ranks:, :].flip(-2)), -2).flatten(-3)
+
+
+def _in_sequence(x: torch.Tensor, ranks: int) -> torch.Tensor:
+    """The inverse of `_by_rank`."""
+    if ranks == 1:
+        return x
+    pairs = x.unflatten(-1, (ranks, 2, -1))
+    return torch.cat((pairs[..., 0, :], pairs[..., 1, :].flip(-2)), -2).flatten(-2)
 
 
 class SDPAttention(Module):

@@ -51,7 +51,7 @@ def plan_of(config: Any, world: int) -> tuple[ParallelPlan, ModelShape, Training
     compute: Any = size[t.mixed_precision_param]
     how = Training(
         checkpointing=_checkpointing(config.activation_checkpoint),
-        attention="masked" if config.model_spec.model.document_mask == "block" else "flash",
+        attention="masked" if config.model_spec.model.document_mask == "block" or plan.cp > 1 else "flash",
         param_bytes=size[t.dtype],
         compute_bytes=compute,
         reduce_bytes=size[t.mixed_precision_reduce],

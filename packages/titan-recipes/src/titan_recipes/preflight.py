@@ -145,6 +145,16 @@ def _check_pipeline(config: Any) -> None:
             "Pipeline parallel with tied embeddings is not supported: first and last stage would each train a copy.\n"
             "Use --parallelism.pipeline_parallel_degree 1, or tie_word_embeddings=False in the recipe."
         )
+    if p.pipeline_parallel_schedule == "DualPipeV":
+        raise UserError(
+            "The DualPipeV schedule has the loss on the first rank, but TorchTitan's metrics are kept on the last.\n"
+            "Use --parallelism.pipeline_parallel_schedule ZBVZeroBubble, whose loss they find, or Interleaved1F1B."
+        )
+    if p.pipeline_parallel_schedule == "ZBVZeroBubble" and config.validator.enable:
+        raise UserError(
+            "torch's pipelines cannot run the ZBVZeroBubble schedule without a backward pass, as validation does.\n"
+            "Use --validator.no-enable, or another schedule, such as Interleaved1F1B."
+        )
     try:
         _split_layers(p, model)
     except ValueError as error:
