@@ -66,13 +66,13 @@ def test_kernels_that_return_zeros_are_refused_by_name(monkeypatch: pytest.Monke
         return tuple(torch.zeros_like(t) for t in real(*args, **kwargs))  # type: ignore[arg-type]
 
     monkeypatch.setattr(stub.wrap_nki, "__call__", zeros)
-    with pytest.raises(RuntimeError, match=r"self-check: the kernels' y .*\(all zeros\).*Found nki .*neuronx-cc"):
+    with pytest.raises(RuntimeError, match=r"self-check: own kernels' y .*\(all zeros\).*Found nki .*neuronx-cc"):
         neuron.self_check("cpu")
 
 
 def test_a_failed_self_check_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     neuron.register("cpu")
-    monkeypatch.setattr(neuron, "_checked", {"cpu": False})
+    monkeypatch.setattr(neuron, "_checked", {("cpu", "own"): False})
     with pytest.raises(RuntimeError, match="failed before in this process"):
         neuron.register("cpu")
 

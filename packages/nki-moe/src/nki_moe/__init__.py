@@ -7,14 +7,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nki_moe.backend import Provider
     from nki_moe.experts.op import grouped_mlp, routed_mlp
     from nki_moe.limits import Fit, check, check_rope
     from nki_moe.rotary.op import rope
 
-__all__ = ["Fit", "check", "check_rope", "grouped_mlp", "rope", "routed_mlp"]
+__all__ = ["Fit", "Provider", "check", "check_rope", "grouped_mlp", "rope", "routed_mlp"]
 
 _HOMES = {
     "Fit": "limits",
+    "Provider": "backend",
     "check": "limits",
     "check_rope": "limits",
     "grouped_mlp": "experts.op",

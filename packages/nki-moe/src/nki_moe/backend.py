@@ -5,16 +5,21 @@
     NKI_MOE_BACKEND=nki     the kernels, on Trainium through torch_neuronx
 
 Unset, a `neuron` device gets `nki` and every other device `torch`. What was asked for and is missing is an error.
+
+Whose kernels they are is the caller's argument: provider="own", or "nkilib" for AWS's nki-library, which has no torch to run.
 """
 
 import os
 from importlib.util import find_spec
 from typing import Literal, cast
 
-__all__ = ["VARIABLE", "Backend", "choose"]
+from nki_moe.nkilib import home
+
+__all__ = ["VARIABLE", "Backend", "Provider", "choose"]
 
 VARIABLE = "NKI_MOE_BACKEND"
 Backend = Literal["torch", "sim", "nki"]
+Provider = Literal["own", "nkilib"]
 
 _NEEDS = {"torch": (), "sim": ("nki_sim",), "nki": ("torch_neuronx", "nki.isa")}
 _REMEDY = {
@@ -23,11 +28,23 @@ _REMEDY = {
 }
 
 
-def choose(device_type: str) -> Backend:
-    """The backend for tensors on `device_type`; ValueError for an unknown name, ModuleNotFoundError for a missing one."""
+def choose(device_type: str, provider: str = "own") -> Backend:
+    """The backend for tensors on `device_type`.
+
+    Raises:
+        ValueError: an unknown backend or provider, or a provider that the backend does not have.
+        ModuleNotFoundError: what was asked for is not installed.
+    """
     name = os.environ.get(VARIABLE) or ("nki" if device_type == "neuron" else "torch")
     if name not in _NEEDS:
         raise ValueError(f"{VARIABLE}={name!r} is not a backend; choose one of {', '.join(_NEEDS)} or unset it")
+    if provider not in ("own", "nkilib"):
+        raise ValueError(f"provider={provider!r}: choose own (this package's kernels) or nkilib (AWS's nki-library)")
+    if provider == "nkilib" and name == "torch":
+        raise ValueError(
+            f"provider='nkilib' is a choice between kernels, and here ({device_type!r} tensors, {VARIABLE} "
+            f"{os.environ.get(VARIABLE) or 'unset'}) plain torch runs; use provider='own', or {VARIABLE}=sim to simulate AWS's kernels"
+        )
     missing = [module for module in _NEEDS[name] if not _exists(module)]
     if missing:
         asked = f"{VARIABLE}={name} asks" if os.environ.get(VARIABLE) else f"a {device_type!r} tensor asks"
@@ -35,6 +52,8 @@ def choose(device_type: str) -> Backend:
             f"{asked} for the {name!r} backend, but {' and '.join(missing)} cannot be imported; {_REMEDY[name]}, "
             f"or set {VARIABLE}=torch"
         )
+    if provider == "nkilib":
+        home()
     return cast(Backend, name)
 
 

@@ -4,40 +4,41 @@ What torch_neuronx asks of such a function (2.14, from AWS's documentation): eve
 its own fake implementation; what is no tensor is a hashable constant; gradients are ours to register.
 """
 
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nki_moe.backend import Provider
 from nki_moe.experts import op as experts
+from nki_moe.nkilib.launch import Nkilib
 from nki_moe.rotary import op as rope
 
 __all__ = ["register"]
 
-_checked: dict[str, bool | None] = {}
+_checked: dict[tuple[str, str], bool | None] = {}
 
 
 @torch.compiler.assume_constant_result
-def register(device_type: str) -> bool:
-    """Make torch.ops.nki_moe.{grouped_mlp_nki, ..., rope_nki} exist, and prove them once on a small input of known answer.
+def register(device_type: str, provider: Provider = "own") -> bool:
+    """Make torch.ops.nki_moe.{grouped_mlp_nki, ..., rope_nki} exist, and prove a provider's kernels once on a small input of known answer.
 
     RuntimeError, with the versions at hand, when the kernels' answer is not torch's (case in point: SDK upgrades after which kernels
     of an old namespace imported and returned zeros).
     """
     if not hasattr(torch.ops.nki_moe, "grouped_mlp_nki"):
         _define()
-    if device_type not in _checked:
-        _checked[device_type] = None  # the check itself comes by here
+    key = device_type, provider
+    if key not in _checked:
+        _checked[key] = None  # the check itself comes by here
         try:
-            self_check(device_type)
+            self_check(device_type, provider)
         except BaseException:
-            _checked[device_type] = False
+            _checked[key] = False
             raise
-        _checked[device_type] = True
-    if _checked[device_type] is False:
+        _checked[key] = True
+    if _checked[key] is False:
         raise RuntimeError(
             "nki-moe's self-check failed before in this process; NKI_MOE_BACKEND=torch runs without kernels"
         )
@@ -58,8 +59,6 @@ def run(kernel: Any, lnc: int, *tensors: Tensor, **constants: Any) -> Any:
 def _define() -> None:
     import torch_neuronx
 
-    from nki_moe.experts import launch
-
     def register(name: str) -> Any:
         return torch_neuronx.nki_op(f"nki_moe::{name}_nki", mutates_args={})
 
@@ -67,31 +66,28 @@ def _define() -> None:
     def turn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
         return rope.launch(q, k, cos, sin, inverse, run)
 
-    work = SimpleNamespace(
-        forward=partial(launch.forward, run=run),
-        backward_data=partial(launch.backward_data, run=run),
-        backward_weights=partial(launch.backward_weights, run=run),
-    )
-    setup, backward = experts.differentiate(experts.define(register, lambda _: work))
+    work = {"own": experts.Own(run), "nkilib": Nkilib(run)}
+    setup, backward = experts.differentiate(experts.define(register, lambda _, provider: work[provider]))
     torch.library.register_autograd("nki_moe::grouped_mlp_nki", backward, setup_context=setup)
     setup, backward = rope.differentiate(turn)
     torch.library.register_autograd("nki_moe::rope_nki", backward, setup_context=setup)
 
 
-def self_check(device_type: str) -> None:
+def self_check(device_type: str, provider: Provider = "own") -> None:
     """Compare a small forward and backward with torch's; RuntimeError when they differ."""
-    from nki_moe.experts import host
+    from nki_moe.experts import torch_path
 
     generator = torch.Generator().manual_seed(0)
     counts_E = torch.tensor([3, 0, 37])
-    shapes = ((40, 256), (3, 256, 256), (3, 256, 256), (3, 256, 256))
+    D = 256 if provider == "own" else 512  # the smallest that each takes
+    shapes = ((40, D), (3, 256, D), (3, D, 256), (3, 256, D))
     x, w1, w2, w3 = ((torch.randn(s, generator=generator) * 0.2).bfloat16() for s in shapes)
-    y, saved = host.forward(x, counts_E, w1, w2, w3, None, None, True)
-    dx, _, dgu = host.backward_data(y, counts_E, w1, w2, w3, None, None, saved)
-    wanted = {"y": y, "dx": dx, "dw2": host.backward_weights(y, x, counts_E, None, None, saved, dgu)[1]}
+    y, saved = torch_path.forward(x, counts_E, w1, w2, w3, None, None, True)
+    dx, _, _, dw2, _ = torch_path.backward(y, x, counts_E, w1, w2, w3, None, None, saved, True)
+    wanted = {"y": y, "dx": dx, "dw2": dw2}
 
     ours = [t.to(device_type).requires_grad_() for t in (x, w1, w2, w3)]
-    out = experts.grouped_mlp(ours[0], counts_E.to(device_type), *ours[1:])
+    out = experts.grouped_mlp(ours[0], counts_E.to(device_type), *ours[1:], provider=provider)
     dx, dw2 = torch.autograd.grad(out, [ours[0], ours[2]], y.to(device_type))
     for name, found in (("y", out), ("dx", dx), ("dw2", dw2)):
         found, expected = found.detach().cpu().float(), wanted[name].float()
@@ -99,7 +95,7 @@ def self_check(device_type: str) -> None:
         if not error < 2e-2:
             zeros = " (all zeros)" if not found.any() else ""
             raise RuntimeError(
-                f"nki-moe self-check: the kernels' {name} on a fixed small input differs from torch's by {error:.1e} relative{zeros}, "
+                f"nki-moe self-check: {provider} kernels' {name} on a fixed small input differs from torch's by {error:.1e} relative{zeros}, "
                 f"at most 2e-2 expected. Found nki {_version('nki')}, torch-neuronx {_version('torch-neuronx')}, neuronx-cc "
                 f"{_version('neuronx-cc')}; docs/kernels.md names versions that go together. NKI_MOE_BACKEND=torch runs without kernels"
             )

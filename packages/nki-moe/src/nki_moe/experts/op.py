@@ -1,29 +1,34 @@
-"""The expert MLP as differentiable torch operators: nki_moe::grouped_mlp and its two backward halves.
+"""The expert MLP as differentiable torch operators: nki_moe::grouped_mlp and its backward.
 
     y_RD = nki_moe.grouped_mlp(x_RD, counts_E, w1_EFD, w2_EDF, w3_EFD)              # rows sorted by expert
     y_TD = nki_moe.routed_mlp(x_TD, experts_TK, scores_TK, w1_EFD, w2_EDF, w3_EFD)  # gather, experts, combine in one
 
-Counts are data: neither a change of routing nor torch.compile makes another program. What runs is decided in backend.py.
+Counts are data: neither a change of routing nor torch.compile makes another program. What runs is decided in backend.py; whose
+kernels, by `provider`.
 
 T tokens, K experts a token, R rows (T*K when routed), E experts, D model dim, F hidden dim.
 """
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from nki_moe.backend import choose
-from nki_moe.experts import host
+from nki_moe import simulated
+from nki_moe.backend import Provider, choose
+from nki_moe.experts import launch, torch_path
+from nki_moe.nkilib import launch as nkilib
+from nki_moe.nkilib.launch import Nkilib
 
 __all__ = ["grouped_mlp", "routed_mlp"]
 
 _choose = torch.compiler.assume_constant_result(choose)
 
 
-def grouped_mlp(x_RD: Tensor, counts_E: Tensor, w1_EFD: Tensor, w2_EDF: Tensor, w3_EFD: Tensor) -> Tensor:
+def grouped_mlp(
+    x_RD: Tensor, counts_E: Tensor, w1_EFD: Tensor, w2_EDF: Tensor, w3_EFD: Tensor, *, provider: Provider = "own"
+) -> Tensor:
     """y = (silu(x w1) * (x w3)) w2 for each row with its expert's weights; differentiable in x and the weights.
 
     Args:
@@ -31,20 +36,30 @@ def grouped_mlp(x_RD: Tensor, counts_E: Tensor, w1_EFD: Tensor, w2_EDF: Tensor, 
             anything) and are zero in y and in the gradient.
         counts_E: rows of each expert, int32 or int64; zeros are fine.
         w1_EFD, w2_EDF, w3_EFD: gate, down and up projections in TorchTitan's layout, same dtype as x.
+        provider: whose kernels, where kernels run: "own", or "nkilib" for AWS's (nki_moe.nkilib.check has their limits).
 
     Raises:
-        ValueError: shapes or dtypes that do not fit together; counts that are negative or exceed the rows.
+        ValueError: shapes or dtypes that do not fit together; counts that are negative or exceed the rows; a provider that
+            the backend does not have.
+        ModuleNotFoundError: a backend or provider that was asked for and is not installed.
     """
     _validate(x_RD, w1_EFD, w2_EDF, w3_EFD)
     if counts_E.shape != w1_EFD.shape[:1] or counts_E.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"counts_E is {_describe(counts_E)}; expected one int32 or int64 for each of the {w1_EFD.shape[0]} experts"
         )
-    return _run(x_RD, counts_E, w1_EFD, w2_EDF, w3_EFD, None, None)
+    return _run(provider, x_RD, counts_E, w1_EFD, w2_EDF, w3_EFD, None, None)
 
 
 def routed_mlp(
-    x_TD: Tensor, experts_TK: Tensor, scores_TK: Tensor, w1_EFD: Tensor, w2_EDF: Tensor, w3_EFD: Tensor
+    x_TD: Tensor,
+    experts_TK: Tensor,
+    scores_TK: Tensor,
+    w1_EFD: Tensor,
+    w2_EDF: Tensor,
+    w3_EFD: Tensor,
+    *,
+    provider: Provider = "own",
 ) -> Tensor:
     """Dispatch, experts and combine for experts that all live here: the sum over k of scores[t, k] * expert(x[t]).
 
@@ -53,7 +68,7 @@ def routed_mlp(
     Args:
         x_TD: tokens. experts_TK: an int64 or int32 expert for each of a token's K choices, all different.
         scores_TK: routing scores, applied to the experts' outputs in float32; any float dtype.
-        w1_EFD, w2_EDF, w3_EFD: as for grouped_mlp.
+        w1_EFD, w2_EDF, w3_EFD, provider: as for grouped_mlp; nkilib rounds scores and their gradients to x's dtype.
     """
     _validate(x_TD, w1_EFD, w2_EDF, w3_EFD)
     if experts_TK.shape != scores_TK.shape or experts_TK.ndim != 2 or experts_TK.shape[0] != x_TD.shape[0]:
@@ -64,41 +79,69 @@ def routed_mlp(
     chosen_R = experts_TK.flatten()
     counts_E = torch.zeros(w1_EFD.shape[0], dtype=torch.int64, device=x_TD.device)
     counts_E = counts_E.scatter_add(0, chosen_R.long(), torch.ones_like(chosen_R, dtype=torch.int64))
-    return _run(x_TD, counts_E, w1_EFD, w2_EDF, w3_EFD, chosen_R.argsort(stable=True), scores_TK)
+    return _run(provider, x_TD, counts_E, w1_EFD, w2_EDF, w3_EFD, chosen_R.argsort(stable=True), scores_TK)
 
 
 def _run(
-    x: Tensor, counts_E: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, order_R: Tensor | None, scores_TK: Tensor | None
+    provider: Provider,
+    x: Tensor,
+    counts_E: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    w3: Tensor,
+    order_R: Tensor | None,
+    scores_TK: Tensor | None,
 ) -> Tensor:
     inputs = (x, w1, w2, w3) if scores_TK is None else (x, w1, w2, w3, scores_TK)
     save = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
-    if _choose(x.device.type) == "nki":
+    op = forward
+    if _choose(x.device.type, provider) == "nki":
         from nki_moe import neuron
 
-        neuron.register(x.device.type)
-        return torch.ops.nki_moe.grouped_mlp_nki(x, counts_E, w1, w2, w3, order_R, scores_TK, save)[0]
-    return forward(x, counts_E, w1, w2, w3, order_R, scores_TK, save)[0]
+        neuron.register(x.device.type, provider)
+        op = torch.ops.nki_moe.grouped_mlp_nki
+    return op(x, counts_E, w1, w2, w3, order_R, scores_TK, save, provider)[0]
 
 
-def implementation(device_type: str) -> ModuleType:
-    """The module whose forward, backward_data and backward_weights do the work."""
-    if choose(device_type) == "torch":
-        return host
-    from nki_moe.experts import launch
+class Own:
+    """This package's kernels as the operators want their work done, started by run (launch.py)."""
 
-    return launch
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self.run = run
+
+    def saved_shape(self, rows: int, experts: int, hidden: int, dim: int) -> tuple[int, ...]:
+        return launch.saved_shape(rows, experts, hidden)
+
+    def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
+        return launch.forward(*args, run=self.run)
+
+    def backward(
+        self, dy: Tensor, x: Tensor, counts_E: Tensor, *rest: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        *weights_and_edges, saved, wanted = rest
+        dx, dscores, dgu = launch.backward_data(dy, counts_E, *weights_and_edges, saved, run=self.run)
+        if not wanted:
+            return dx, dscores, *(dy.new_empty((0,)) for _ in range(3))
+        edges = weights_and_edges[3:]
+        return dx, dscores, *launch.backward_weights(dy, x, counts_E, *edges, saved, dgu, run=self.run)
+
+
+def implementation(device_type: str, provider: str) -> Any:
+    """What has the forward and backward that do the work, away from Trainium."""
+    if choose(device_type, provider) == "torch":
+        return torch_path
+    return Own(simulated.run) if provider == "own" else Nkilib(nkilib.simulated)
 
 
 class Ops(NamedTuple):
-    """The three operators of one backend."""
+    """The operators of one backend."""
 
     forward: Callable[..., Any]
-    backward_data: Callable[..., Any]
-    backward_weights: Callable[..., Any]
+    backward: Callable[..., Any]
 
 
-def define(register: Callable[[str], Callable[..., Any]], work: Callable[[str], Any]) -> Ops:
-    """The operators of one backend: register(name) decorates an annotated function; work(device type) has the functions that do the work."""
+def define(register: Callable[[str], Callable[..., Any]], work: Callable[[str, str], Any]) -> Ops:
+    """The operators of one backend: register(name) decorates an annotated function; work(device type, provider) has the functions that do the work."""
 
     @register("grouped_mlp")
     def forward(
@@ -110,13 +153,15 @@ def define(register: Callable[[str], Callable[..., Any]], work: Callable[[str], 
         order_R: Tensor | None,
         scores_TK: Tensor | None,
         save: bool,
+        provider: str,
     ) -> tuple[Tensor, Tensor]:
         """y and what backward needs (empty unless `save`); fused when order_R and scores_TK are given."""
-        return work(x.device.type).forward(x, counts_E, w1, w2, w3, order_R, scores_TK, save)
+        return work(x.device.type, provider).forward(x, counts_E, w1, w2, w3, order_R, scores_TK, save)
 
-    @register("grouped_mlp_backward_data")
-    def backward_data(
+    @register("grouped_mlp_backward")
+    def backward(
         dy: Tensor,
+        x: Tensor,
         counts_E: Tensor,
         w1: Tensor,
         w2: Tensor,
@@ -124,73 +169,53 @@ def define(register: Callable[[str], Callable[..., Any]], work: Callable[[str], 
         order_R: Tensor | None,
         scores_TK: Tensor | None,
         saved: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dx, dscores_TK (empty unless fused) and the gradients of gate and up."""
-        return work(dy.device.type).backward_data(dy, counts_E, w1, w2, w3, order_R, scores_TK, saved)
+        weights: bool,
+        provider: str,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """dx, dscores_TK (empty unless fused), and dw1, dw2, dw3 (empty unless `weights`)."""
+        todo = work(dy.device.type, provider)
+        return todo.backward(dy, x, counts_E, w1, w2, w3, order_R, scores_TK, saved, weights)
 
-    @register("grouped_mlp_backward_weights")
-    def backward_weights(
-        dy: Tensor,
-        x: Tensor,
-        counts_E: Tensor,
-        order_R: Tensor | None,
-        scores_TK: Tensor | None,
-        saved: Tensor,
-        dgu: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dw1_EFD, dw2_EDF, dw3_EFD."""
-        return work(dy.device.type).backward_weights(dy, x, counts_E, order_R, scores_TK, saved, dgu)
-
-    return Ops(forward, backward_data, backward_weights)
+    return Ops(forward, backward)
 
 
 def differentiate(ops: Ops) -> tuple[Callable[..., None], Callable[..., Any]]:
     """setup_context and backward for register_autograd: one formula for every backend."""
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        x, counts_E, w1, w2, w3, order_R, scores_TK, _save = inputs
+        x, counts_E, w1, w2, w3, order_R, scores_TK, _save, ctx.provider = inputs
         ctx.save_for_backward(x, counts_E, w1, w2, w3, order_R, scores_TK, output[1])
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)
 
     def backward(ctx: Any, dy: Tensor | None, _dsaved: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
-            return (None,) * 8
-        x, counts_E, w1, w2, w3, order_R, scores_TK, saved = ctx.saved_tensors
-        dy = dy.contiguous()
-        dx, dscores, dgu = ops.backward_data(dy, counts_E, w1, w2, w3, order_R, scores_TK, saved)
-        dw1 = dw2 = dw3 = None
-        if any(ctx.needs_input_grad[2:5]):
-            dw1, dw2, dw3 = ops.backward_weights(dy, x, counts_E, order_R, scores_TK, saved, dgu)
-        return dx, None, dw1, dw2, dw3, None, None if scores_TK is None else dscores, None
+            return (None,) * 9
+        weights = any(ctx.needs_input_grad[2:5])
+        dx, dscores, dw1, dw2, dw3 = ops.backward(dy.contiguous(), *ctx.saved_tensors, weights, ctx.provider)
+        scores_TK = ctx.saved_tensors[6]
+        dws = (dw1, dw2, dw3) if weights else (None, None, None)
+        return dx, None, *dws, None, None if scores_TK is None else dscores, None, None
 
     return setup_context, backward
 
 
-forward, backward_data, backward_weights = define(
-    lambda name: torch.library.custom_op(f"nki_moe::{name}", mutates_args=()), implementation
-)
-_setup_context, _backward = differentiate(Ops(forward, backward_data, backward_weights))
+forward, backward = define(lambda name: torch.library.custom_op(f"nki_moe::{name}", mutates_args=()), implementation)
+_setup_context, _backward = differentiate(Ops(forward, backward))
 torch.library.register_autograd("nki_moe::grouped_mlp", _backward, setup_context=_setup_context)
 
 
 @torch.library.register_fake("nki_moe::grouped_mlp")
-def _(x, counts_E, w1, w2, w3, order_R, scores_TK, save):  # type: ignore[no-untyped-def]
+def _(x, counts_E, w1, w2, w3, order_R, scores_TK, save, provider):  # type: ignore[no-untyped-def]
     rows = x.shape[0] if order_R is None else order_R.shape[0]
-    shape = implementation(x.device.type).saved_shape(rows, w1.shape[0], w1.shape[1])
+    shape = implementation(x.device.type, provider).saved_shape(rows, *w1.shape)
     return x.new_empty(x.shape), x.new_empty(shape if save else (0,))
 
 
-@torch.library.register_fake("nki_moe::grouped_mlp_backward_data")
-def _(dy, counts_E, w1, w2, w3, order_R, scores_TK, saved):  # type: ignore[no-untyped-def]
-    dscores = dy.new_empty((0,)) if scores_TK is None else torch.empty_like(scores_TK)
-    return dy.new_empty(dy.shape), dscores, saved.new_empty((2, *saved.shape[1:]))
-
-
-@torch.library.register_fake("nki_moe::grouped_mlp_backward_weights")
-def _(dy, x, counts_E, order_R, scores_TK, saved, dgu):  # type: ignore[no-untyped-def]
-    E, D, F = counts_E.shape[0], dy.shape[1], saved.shape[2]
-    return dy.new_empty((E, F, D)), dy.new_empty((E, D, F)), dy.new_empty((E, F, D))
+@torch.library.register_fake("nki_moe::grouped_mlp_backward")
+def _(dy, x, counts_E, w1, w2, w3, order_R, scores_TK, saved, weights, provider):  # type: ignore[no-untyped-def]
+    dscores = dy.new_empty((0,)) if scores_TK is None else scores_TK.new_empty(scores_TK.shape)
+    return dy.new_empty(dy.shape), dscores, *(dy.new_empty(w.shape if weights else (0,)) for w in (w1, w2, w3))
 
 
 def _validate(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> None:

@@ -1,0 +1,53 @@
+"""AWS's nki-library as the provider of the expert MLP: nki_moe.grouped_mlp(..., provider="nkilib").
+
+AWS's blockwise kernels, where AWS's package is installed; the translation of layouts, both ways, is here. `check` answers without
+torch and without the package.
+
+Its contract (nki-library d2ad3a5, core/moe/moe_cte/bwmm_shard_on_I.py and experimental/moe/bwd/blockwise_mm_backward.py) is in layout.py.
+"""
+
+from importlib.util import find_spec
+
+from nki_moe.limits import logical_cores
+
+__all__ = ["block_size", "check", "home"]
+
+
+def check(
+    rows: int, experts: int, hidden: int, dim: int, *, dtype: object = "bfloat16", lnc: int | None = None
+) -> None:
+    """ValueError, with the nearest valid sizes, unless AWS's kernels document that they take such experts, forward and backward."""
+    lnc = logical_cores() if lnc is None else lnc
+    name = str(dtype).removeprefix("torch.")
+    if lnc != 2:
+        raise ValueError(f"lnc={lnc}: nki-library's backward is for LNC=2; provider='own' runs on 1 as well")
+    if name != "bfloat16":
+        raise ValueError(f"dtype {name}: nki-library's kernels compute in bfloat16; provider='own' takes float32 too")
+    if rows < 1 or experts < 1:
+        raise ValueError(f"{rows} rows, {experts} experts: there must be at least one of each")
+    for what, size, unit, least, most in (("dim (D)", dim, 512, 512, 8192), ("hidden (F)", hidden, 64, 256, 16384)):
+        if size % unit or not least <= size <= most:
+            low, high = (min(max(n * unit, least), most) for n in (size // unit, -(-size // unit)))
+            near = f"{low} or {high}" if low != high else f"{low}"
+            raise ValueError(
+                f"{what} {size}: nki-library takes multiples of {unit} from {least} to {most}; nearest: {near}"
+            )
+
+
+def block_size(rows: int, experts: int) -> int:
+    """Rows of a block: 256 or 512, which forward and backward both take; as many as an expert has on average."""
+    return 512 if rows >= 512 * experts else 256
+
+
+def home() -> str:
+    """The name that nki-library is installed under; ModuleNotFoundError where it is not."""
+    for name in ("nkilib", "nkilib_src.nkilib"):  # neuronx-cc brings the first; a checkout's src folder has the second
+        try:
+            if find_spec(name) is not None:
+                return name
+        except (ModuleNotFoundError, ValueError):  # a parent is missing, or a stand-in without a spec
+            continue
+    raise ModuleNotFoundError(
+        "provider='nkilib' asks for AWS's nki-library, and neither nkilib nor nkilib_src.nkilib can be imported; use the Neuron DLAMI, "
+        "pip install git+https://github.com/aws-neuron/nki-library, or provider='own'"
+    )

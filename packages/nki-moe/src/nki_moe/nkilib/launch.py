@@ -1,0 +1,102 @@
+"""The operators' functions with AWS's kernels doing the work, as experts.torch_path does it in torch.
+
+How a kernel is started is the argument: on nki-sim (`simulated`), or on Trainium (neuron.py). Dimensions as in layout.py.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from nki_moe.nkilib import block_size, check
+from nki_moe.nkilib.layout import blocks, blockwise, score_gradients, weight_gradients, with_padding
+
+__all__ = ["Nkilib", "simulated"]
+
+LNC = 2
+
+
+class Nkilib:
+    """AWS's kernels as the operators want their work done, started by run."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self.run = run
+
+    def saved_shape(self, rows: int, experts: int, hidden: int, dim: int) -> tuple[int, ...]:
+        """Shape of what forward keeps: gate and up, then the experts' outputs, of every place in every block."""
+        B = block_size(rows, experts)
+        return (blocks(rows, experts, B) * B * (2 * hidden + dim),)
+
+    def forward(
+        self,
+        x: Tensor,
+        counts_E: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        w3: Tensor,
+        order_R: Tensor | None,
+        scores_TK: Tensor | None,
+        save: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """As experts.torch_path.forward."""
+        from nki_moe.nkilib import kernel
+
+        rows = x.shape[0] if order_R is None else order_R.shape[0]
+        check(rows, *w1.shape, dtype=x.dtype)
+        B = block_size(rows, w1.shape[0])
+        blocked = blockwise(x, counts_E, w1, w2, w3, order_R, scores_TK, B)
+        out = self.run(kernel.forward, LNC, *blocked, block_size=B, save=save)
+        if not save:
+            return (out if isinstance(out, Tensor) else out[0])[:-1].contiguous(), x.new_empty((0,))
+        kept = x.new_empty(self.saved_shape(rows, *w1.shape))
+        for part, value in zip(self._parts(kept, rows, *w1.shape), out[1:], strict=True):
+            part.copy_(value)
+        return out[0][:-1].contiguous(), kept
+
+    def backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        counts_E: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        w3: Tensor,
+        order_R: Tensor | None,
+        scores_TK: Tensor | None,
+        saved: Tensor,
+        weights: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """As experts.torch_path.backward. AWS's kernel computes all gradients, wanted or not."""
+        from nki_moe.nkilib import kernel
+
+        rows = x.shape[0] if order_R is None else order_R.shape[0]
+        B = block_size(rows, w1.shape[0])
+        blocked = blockwise(x, counts_E, w1, w2, w3, order_R, scores_TK, B)
+        kept = self._parts(saved, rows, *w1.shape)
+        dhidden, daffinities, dgate_up, ddown = self.run(
+            kernel.backward, LNC, *blocked, *kept, with_padding(dy), block_size=B
+        )
+        dscores = dy.new_empty((0,))
+        if order_R is not None and scores_TK is not None:
+            dscores = score_gradients(daffinities, counts_E, order_R, scores_TK)
+        dws = weight_gradients(dgate_up, ddown) if weights else tuple(w.new_empty((0,)) for w in (w1, w2, w3))
+        return dhidden[:-1].contiguous(), dscores, *dws
+
+    def _parts(self, saved: Tensor, rows: int, experts: int, hidden: int, dim: int) -> tuple[Tensor, Tensor]:
+        B = block_size(rows, experts)
+        N = blocks(rows, experts, B)
+        gate_up, down = saved.split([N * B * 2 * hidden, N * B * dim])
+        return gate_up.view(N, 2, hidden, B), down.view(N, B, dim)
+
+
+def simulated(kernel: Any, lnc: int, *tensors: Tensor, **constants: Any) -> Any:
+    """What kernel[lnc](*tensors, **constants) returns on nki-sim.
+
+    What AWS's kernels do against the simulator's rules is recorded rather than raised: backward zeroes the affinities' gradients
+    without a barrier before it adds to them. Cores take turns, so that these come out right; other orders are possible.
+    """
+    import nki_sim
+
+    with nki_sim.checks(record=("unwritten-output", "race", "uninitialized")):
+        program = nki_sim.trace(kernel[lnc], tensors, **constants)
+        return program.run(*tensors, order="alternate", **constants).outputs
