@@ -40,7 +40,7 @@ RUNS = [
     for layout in LAYOUTS
     if (kind == "moe" or ("kernels" not in route and layout != "ep"))
     and (route != "transformers with kernels" or layout in ("one", "ep"))
-]
+] + [("kernels with rope", "dense", "tp")]
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +122,8 @@ def first_step(
     use_model(config, folder, route=route.split()[0])
     if route.endswith("with kernels"):
         config.override.imports = [kernel("experts")]
+    if route.endswith("with rope"):
+        config.override.imports = [kernel("rope")]
     for name, degree in layout.items():
         setattr(config.parallelism, name, degree)
     apply_device_defaults(config, "cpu")

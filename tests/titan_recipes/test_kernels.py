@@ -133,6 +133,11 @@ def test_a_backend_that_is_not_there_is_an_error_with_the_remedy(monkeypatch):
     with pytest.raises(UserError, match=r"(?s)NKI_MOE_BACKEND=nki asks.*NKI_MOE_BACKEND=torch.*--route native"):
         check_overrides(config(kernel("experts")), "cpu")
     check_overrides(config(kernel("experts")), "neuron", planned=True)  # planned on a laptop
+    monkeypatch.delenv("NKI_MOE_BACKEND")
+    with pytest.raises(UserError, match="provider='nkilib' is a choice between kernels"):  # never torch in its place
+        check_overrides(config((kernel("experts"), {"provider": "nkilib"})), "cpu")
+    with pytest.raises(UserError, match=r"dim \(D\) 256: nki-library takes multiples of 512"):
+        check_overrides(config((kernel("experts"), {"provider": "nkilib"})), "neuron", planned=True)
 
 
 def test_a_trainer_checks_its_overrides_before_it_builds(monkeypatch):

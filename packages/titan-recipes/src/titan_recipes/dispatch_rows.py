@@ -139,7 +139,9 @@ class _CombineRows(torch.autograd.Function):
         y_TKD = _choices(y_RD, Placement(*placement))
         if scores_TK is None:
             return y_TKD.sum(1)
-        return torch.bmm(scores_TK[:, None].float(), y_TKD.float())[:, 0].to(y_RD.dtype)
+        # not bmm: selective checkpointing keeps the results of those, here all tokens of the group in float32
+        nothing = y_TKD.new_zeros((), dtype=torch.float32)
+        return torch.baddbmm(nothing, scores_TK[:, None].float(), y_TKD.float(), beta=0)[:, 0].to(y_RD.dtype)
 
     @staticmethod
     @once_differentiable

@@ -13,11 +13,11 @@ Shapes: R = rows (routed tokens), E = experts here, D = model dim, F = expert hi
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, Literal
 
 import nki_moe
 import torch
+from nki_moe import Provider, nkilib
 from nki_moe.backend import choose
 from torch.distributed.tensor import DTensor
 from torchtitan.config.override import (
@@ -36,9 +36,8 @@ from torchtitan.models.common.moe import GroupedExperts
 
 from .errors import UserError
 
-__all__ = ["NkiExperts", "NkiRoPE", "Provider", "check_overrides", "experts", "is_kernel", "kernel", "rope"]
+__all__ = ["NkiExperts", "NkiRoPE", "check_overrides", "experts", "is_kernel", "kernel", "rope"]
 
-Provider = Literal["own", "nkilib"]
 _ROOT = "model_spec.model."
 """Where a trainer's config keeps its model: TorchTitan's globs see this in front of a module's name."""
 
@@ -59,9 +58,7 @@ class NkiExperts(GroupedExperts):
         w1_EFD, w2_EDF, w3_EFD = (
             w.to_local() if isinstance(w, DTensor) else w for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)
         )
-        # TODO(merge of moecpu): provider=self.provider, always
-        provider = {} if self.provider == "own" else {"provider": self.provider}
-        return nki_moe.grouped_mlp(x_RD, num_tokens_per_expert_E, w1_EFD, w2_EDF, w3_EFD, **provider)
+        return nki_moe.grouped_mlp(x_RD, num_tokens_per_expert_E, w1_EFD, w2_EDF, w3_EFD, provider=self.provider)
 
 
 class NkiRoPE(CosSinRoPE):
@@ -159,8 +156,7 @@ def check_overrides(config: Any, device: str, *, planned: bool = False) -> list[
 def _check_kernel(claims: list[_Claim], config: Any, device: str, planned: bool) -> str:
     """What runs in the place of these nodes; ValueError or ModuleNotFoundError when it cannot."""
     provider = claims[0].kwargs.get("provider", "own")
-    # TODO(merge of moecpu): choose(device, provider)
-    backend = "nki" if planned else choose(device, *([provider] if provider != "own" else []))
+    backend = "nki" if planned else choose(device, provider)
     refusal = next(filter(None, (_refusal(claim, config, provider) for claim in claims)), None)
     if refusal is not None and backend != "torch":
         raise ValueError(refusal)
@@ -181,7 +177,7 @@ def _refusal(claim: _Claim, config: Any, provider: Provider) -> str | None:
             ep = p.expert_parallel_degree
             local = claim.cfg.num_experts // ep
             hidden = claim.cfg.hidden_dim // (p.tensor_parallel_degree if ep == 1 else 1)  # with EP experts are whole
-            check = nki_moe.check if provider == "own" else import_module("nki_moe.nkilib").check
+            check = nki_moe.check if provider == "own" else nkilib.check
             check(tokens, local, hidden, claim.cfg.dim, dtype=dtype)  # any number of rows will do
     except ValueError as error:
         return (
