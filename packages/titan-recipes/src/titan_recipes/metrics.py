@@ -5,6 +5,7 @@ MFU is shown where TorchTitan knows the device's peak (its figure per logical Ne
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ class RunMetrics(MetricsProcessor):
         self.total_steps = 0  # set by the trainer, which knows
         self.first_step = 0
         self.validation_loss: float | None = None
+        self.more: Callable[[], dict[str, float]] = dict  # what else a logged step records; called on every rank
         self._second_step = 0.0  # when the second step of this process began
 
     def start(self, loaded_step: int, total_steps: int) -> None:
@@ -66,7 +68,7 @@ class RunMetrics(MetricsProcessor):
         seconds = now - self.time_last_log
         data_ranks = self.parallel_dims.world_size // self.parallel_dims.non_data_parallel_size
         tokens_per_second = self.ntokens_since_last_log * data_ranks / seconds
-        memory = self.memory.look()
+        memory, more = self.memory.look(), self.more()
         record: dict[str, Any] = {
             "step": step,
             "loss": global_avg_loss,
@@ -74,6 +76,7 @@ class RunMetrics(MetricsProcessor):
             "tokens_per_second": tokens_per_second,
             "data_loading_share": sum(self.data_loading_times) / seconds,
             **memory.record(),
+            **more,
             **{name.replace("/", "_"): value for name, value in (extra_metrics or {}).items()},
         }
         if utils.device_type != "cpu":
@@ -90,8 +93,9 @@ class RunMetrics(MetricsProcessor):
             # On a CPU the capacity is the host's, which ranks share.
             capacity = f" of {memory.capacity:.2f}" if utils.device_type != "cpu" else ""
             ending = f"  {format_duration(left)} left" if left is not None and step < self.total_steps else ""
+            shown = "".join(f"  {name.replace('_', ' ')} {value:.4g}" for name, value in more.items())
             say(
-                f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}  loss {global_avg_loss:7.4f}"
+                f"step {step:>{len(str(self.total_steps))}}/{self.total_steps}  loss {global_avg_loss:7.4f}{shown}"
                 f"  {tokens_per_second:>7,.0f} tok/s{mfu}  {memory.highest:.2f}{capacity} GiB{ending}"
             )
         self._reset()

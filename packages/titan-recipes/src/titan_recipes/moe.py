@@ -20,10 +20,13 @@ from torch.distributed.tensor import DTensor
 from torchtitan.distributed.spmd_types import spmd_mesh_size
 from torchtitan.distributed.utils import get_spmd_backend
 from torchtitan.models.common import Linear
-from torchtitan.models.common.config_utils import make_moe_config, make_token_dispatcher_config
-from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts, TokenChoiceTopKRouter
+from torchtitan.models.common.config_utils import make_moe_config
+from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
 
-__all__ = ["Float32Linear", "SameDtypeExperts", "moe_config"]
+from .balance import BalancedRouter
+from .dispatch import GatherTokenDispatcher
+
+__all__ = ["ContiguousRoutedExperts", "Float32Linear", "SameDtypeExperts", "moe_config"]
 
 
 class SameDtypeExperts(GroupedExperts):
@@ -49,6 +52,31 @@ class SameDtypeExperts(GroupedExperts):
         return self._grouped_mm(A=F.silu(gate_RF) * up_RF, B_t=w2_EDF.mT, offs=ends_E)
 
 
+class ContiguousRoutedExperts(RoutedExperts):
+    """TorchTitan's, for a split of the sequence that is a view: it flattens batch and sequence by `view`.
+
+    With tensor and expert parallelism, and no sequence parallelism before the layer, its tokens come as such a view.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(RoutedExperts.Config):
+        pass
+
+    def forward(
+        self,
+        x_BLD: torch.Tensor,
+        topk_scores_BLK: torch.Tensor,
+        topk_expert_ids_BLK: torch.Tensor,
+        num_local_tokens_per_expert_E: torch.Tensor,
+    ) -> torch.Tensor:
+        return super().forward(
+            x_BLD.contiguous(),
+            topk_scores_BLK.contiguous(),
+            topk_expert_ids_BLK.contiguous(),
+            num_local_tokens_per_expert_E,
+        )
+
+
 class Float32Linear(Linear):
     """A bias-free Linear that computes and returns float32: the router's gate, where ties in bfloat16 would decide experts."""
 
@@ -61,11 +89,11 @@ class Float32Linear(Linear):
 
 
 def moe_config(config: Qwen3Config, init: Callable[[torch.Tensor], object]) -> MoE.Config:
-    """The MoE of one layer of `config`, its weights drawn by `init`. No load balancing: a Qwen3 has no expert bias."""
+    """The MoE of one layer of `config`, its weights drawn by `init`. No expert bias: a Qwen3 has none."""
     return make_moe_config(
         num_experts=config.num_experts,
         load_balance_coeff=None,
-        router=TokenChoiceTopKRouter.Config(
+        router=BalancedRouter.Config(
             num_experts=config.num_experts,
             gate=Float32Linear.Config(
                 in_features=config.hidden_size,
@@ -76,15 +104,15 @@ def moe_config(config: Qwen3Config, init: Callable[[torch.Tensor], object]) -> M
             score_func="softmax",
             route_norm=config.norm_topk_prob,
         ),
-        routed_experts=RoutedExperts.Config(
+        routed_experts=ContiguousRoutedExperts.Config(
             inner_experts=SameDtypeExperts.Config(
                 dim=config.hidden_size,
                 hidden_dim=config.moe_intermediate_size,
                 num_experts=config.num_experts,
                 param_init={"w1_EFD": init, "w2_EDF": init, "w3_EFD": init},
             ),
-            token_dispatcher=make_token_dispatcher_config(
-                num_experts=config.num_experts, top_k=config.num_experts_per_tok, comm_backend="standard"
+            token_dispatcher=GatherTokenDispatcher.Config(
+                num_experts=config.num_experts, top_k=config.num_experts_per_tok
             ),
         ),
     )

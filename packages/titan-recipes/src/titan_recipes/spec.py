@@ -31,6 +31,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
 from .attention import Mask, MaskedQwen3Model, SDPAttention
+from .balance import share_balance
 from .errors import UserError
 from .moe import moe_config
 from .source import Model, find_model
@@ -194,7 +195,9 @@ def use_model(
 
 def parallelize(model: nn.Module, **kwargs: Any) -> nn.Module:
     """TorchTitan's own parallelisation of its Qwen3, made to run on gloo."""
-    return reduce_by_sum_on_gloo(parallelize_qwen3(model, **kwargs))
+    model = reduce_by_sum_on_gloo(parallelize_qwen3(model, **kwargs))
+    share_balance(model, **kwargs)
+    return model
 
 
 def reduce_by_sum_on_gloo(model: nn.Module) -> nn.Module:

@@ -17,6 +17,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.utils import dist_sum
 
 from .assets import write_assets
+from .balance import RoutingWatch
 from .checkpoint import StepCheckpoints
 from .data import TextDataLoader
 from .errors import UserError
@@ -72,6 +73,7 @@ class Trainer(titan.Trainer):
             self.validator.validate = self._remembering(validate)
         self._pad_data_to_whole_steps()
         self.shapes = ShapeWatch()
+        self.metrics_processor.more = RoutingWatch(self.model_config, self.model_parts).record
         sizes = [(p.numel(), p.requires_grad) for part in self.model_parts for p in part.parameters()]
         total, trainable = sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains)
         where = " in this pipeline stage" if self.parallel_dims.pp_enabled else ""

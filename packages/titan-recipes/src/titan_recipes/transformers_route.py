@@ -35,6 +35,7 @@ from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 from transformers import AttentionInterface, AutoConfig, PreTrainedConfig
 
 from .attention import Mask, document_mask_B1LK
+from .balance import share_balance
 from .errors import UserError
 from .moe import moe_config
 from .spec import reduce_by_sum_on_gloo
@@ -68,7 +69,9 @@ def transformers_model_spec(
 
 def parallelize(model: nn.Module, **kwargs: Any) -> nn.Module:
     """TorchTitan's parallelisation of its Transformers backend, made to run on gloo."""
-    return reduce_by_sum_on_gloo(parallelize_hf_transformers(model, **kwargs))
+    model = reduce_by_sum_on_gloo(parallelize_hf_transformers(model, **kwargs))
+    share_balance(model, **kwargs)
+    return model
 
 
 def _sdpa(

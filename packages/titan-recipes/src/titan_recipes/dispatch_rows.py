@@ -1,0 +1,169 @@
+"""Rows of a fixed number for tokens that choose experts: where each choice goes, tokens to rows, and rows back to tokens.
+
+No shape depends on the routing. Rows that hold no choice are zero in what `take_rows` returns when they lie between the
+experts' own, undefined after the last expert's, and never contribute to a result or a gradient, whatever they hold.
+
+Both ways are gathers, backward too: a token's choices are found by index, so that nothing is added up in memory by row.
+
+Shapes: T = tokens, K = choices a token, N = T*K choices, G = groups (experts or ranks), R = rows, D = model dim.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+__all__ = ["Placement", "combine_rows", "pack", "pack_all", "packed_rows", "segment", "take_rows"]
+
+
+class Placement(NamedTuple):
+    """Which row each choice has, and which choice each row."""
+
+    row_TK: torch.Tensor
+    """Row of each choice; 0 where it has none."""
+    choice_R: torch.Tensor
+    """Choice (t*K + k) of each row; some choice where it has none."""
+    here_TK: torch.Tensor | None
+    """Whether the choice has a row. None: all have."""
+    filled_R: torch.Tensor | None
+    """Whether the row has a choice. None: all have."""
+    between: bool
+    """Rows without a choice lie between those with one, not only after them."""
+
+
+def _sort(group_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The choices in order of their groups, and the place of each in that order."""
+    order_N = torch.argsort(group_N, stable=True)
+    every_N = torch.arange(group_N.numel(), device=group_N.device)
+    return order_N, torch.empty_like(order_N).scatter_(0, order_N, every_N)
+
+
+def _number(group_N: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The number of each choice within its group, in order of choices; and the groups' sizes."""
+    _, place_N = _sort(group_N)
+    counts_G = torch.zeros(groups, dtype=torch.int64, device=group_N.device)
+    counts_G = counts_G.scatter_add_(0, group_N, torch.ones_like(group_N))
+    starts_G = counts_G.cumsum(0) - counts_G
+    return place_N - starts_G[group_N], counts_G
+
+
+def _placement(row_N: torch.Tensor, here_N: torch.Tensor, rows: int, choices: int, between: bool) -> Placement:
+    N = row_N.numel()
+    every_N = torch.arange(N, device=row_N.device)
+    # one more than there are: it takes the choices without a row
+    choice_R = torch.full((rows + 1,), N, dtype=torch.int64, device=row_N.device)
+    choice_R = choice_R.scatter_(0, torch.where(here_N, row_N, rows), every_N)[:rows]
+    filled_R = choice_R < N
+    row_TK, here_TK = torch.where(here_N, row_N, 0).view(-1, choices), here_N.view(-1, choices)
+    return Placement(row_TK, torch.where(filled_R, choice_R, 0), here_TK, filled_R, between)
+
+
+def pack(expert_TK: torch.Tensor, experts: int, rows: int, block: int = 1) -> tuple[Placement, torch.Tensor]:
+    """Rows sorted by expert, those of an expert in whole blocks of `block`; and the rows of each expert, blocks filled up.
+
+    Args:
+        expert_TK: 0 to experts - 1, or `experts` for a choice that gets no row.
+        rows: at least what the fullest routing needs, see `packed_rows`.
+    """
+    choices = expert_TK.shape[1]
+    expert_N = expert_TK.reshape(-1)
+    number_N, counts_G = _number(expert_N, experts + 1)
+    counts_E = counts_G[:experts]
+    filled_E = (counts_E + block - 1) // block * block
+    starts_G = torch.cat([torch.zeros_like(counts_E[:1]), filled_E.cumsum(0)])
+    row_N = starts_G[expert_N] + number_N
+    return _placement(row_N, expert_N < experts, rows, choices, block > 1), filled_E
+
+
+def pack_all(expert_TK: torch.Tensor) -> Placement:
+    """As `pack`, for choices that all get a row and blocks of 1: T*K rows, none of them empty."""
+    order_N, row_N = _sort(expert_TK.reshape(-1))
+    return Placement(row_N.view(expert_TK.shape), order_N, None, None, False)
+
+
+def segment(group_TK: torch.Tensor, groups: int, capacity: int) -> Placement:
+    """`capacity` rows for each group, in order of tokens; a choice that finds its group full gets no row."""
+    number_N, _ = _number(group_TK.reshape(-1), groups)
+    row_N = group_TK.reshape(-1) * capacity + number_N
+    return _placement(row_N, number_N < capacity, groups * capacity, group_TK.shape[1], True)
+
+
+def packed_rows(choices: int, experts: int, block: int) -> int:
+    """Rows that any routing of `choices` to `experts` fits into, each expert's in whole blocks."""
+    return (choices + min(choices, experts) * (block - 1)) // block * block
+
+
+def _rows(x_TD: torch.Tensor, p: Placement) -> torch.Tensor:
+    x_RD = x_TD.index_select(0, p.choice_R // p.row_TK.shape[1])
+    if p.filled_R is not None and p.between:
+        x_RD.masked_fill_(~p.filled_R[:, None], 0)
+    return x_RD
+
+
+def _choices(y_RD: torch.Tensor, p: Placement) -> torch.Tensor:
+    y_ND = y_RD.index_select(0, p.row_TK.view(-1))
+    if p.here_TK is not None:
+        y_ND.masked_fill_(~p.here_TK.view(-1, 1), 0)
+    return y_ND.view(*p.row_TK.shape, -1)
+
+
+def take_rows(x_TD: torch.Tensor, placement: Placement) -> torch.Tensor:
+    """The token of each row: [T, D] -> [R, D]. Backward adds up a token's rows."""
+    out: torch.Tensor = _TakeRows.apply(x_TD, *placement)
+    return out
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: torch.Tensor, *placement: Any) -> torch.Tensor:
+        _keep(ctx, placement)
+        return _rows(x_TD, Placement(*placement))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dx_RD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        placement, _ = _kept(ctx)
+        return _choices(dx_RD, placement).sum(1), *(None for _ in placement)
+
+
+def combine_rows(y_RD: torch.Tensor, placement: Placement, scores_TK: torch.Tensor | None = None) -> torch.Tensor:
+    """The sum of a token's rows, each times its score (in float32): [R, D] -> [T, D] in y's dtype."""
+    out: torch.Tensor = _CombineRows.apply(y_RD, scores_TK, *placement)
+    return out
+
+
+class _CombineRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_RD: torch.Tensor, scores_TK: torch.Tensor | None, *placement: Any) -> torch.Tensor:
+        _keep(ctx, placement, *(() if scores_TK is None else (y_RD, scores_TK)))
+        y_TKD = _choices(y_RD, Placement(*placement))
+        if scores_TK is None:
+            return y_TKD.sum(1)
+        return torch.bmm(scores_TK[:, None].float(), y_TKD.float())[:, 0].to(y_RD.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout_TD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        placement, scored = _kept(ctx)
+        dy_RD, dscores_TK = _rows(dout_TD, placement), None
+        if scored:
+            y_RD, scores_TK = scored
+            score_R = scores_TK.reshape(-1).index_select(0, placement.choice_R)
+            # a row without a choice may give NaN here: `_choices` leaves it out
+            products_R = (dy_RD.float() * y_RD.float()).sum(1)
+            dscores_TK = _choices(products_R[:, None], placement)[..., 0].to(scores_TK.dtype)
+            dy_RD = (dy_RD.float() * score_R[:, None].float()).to(y_RD.dtype)
+        if placement.filled_R is not None and not placement.between:  # else there is none, or `_rows` saw to it
+            dy_RD.masked_fill_(~placement.filled_R[:, None], 0)  # no expert learns from a row without a choice
+        return dy_RD, dscores_TK, *(None for _ in placement)
+
+
+def _keep(ctx: Any, placement: tuple[Any, ...], *more: torch.Tensor) -> None:
+    """Save through autograd, so that activation checkpointing may drop and recompute it."""
+    *tensors, ctx.between = placement
+    ctx.save_for_backward(*tensors, *more)
+
+
+def _kept(ctx: Any) -> tuple[Placement, tuple[torch.Tensor, ...]]:
+    row_TK, choice_R, here_TK, filled_R, *more = ctx.saved_tensors
+    return Placement(row_TK, choice_R, here_TK, filled_R, ctx.between), tuple(more)
