@@ -70,7 +70,12 @@ def _parser(models: Mapping[str, Mapping[str, Any]]) -> argparse.ArgumentParser:
     parser.add_argument(
         "--loss-chunks", type=int, default=1, help="parts of the sequence for head and loss (default: 1)"
     )
-    parser.add_argument("--dispatcher", choices=("all-to-all", "padded"), default="padded", help="expert exchange")
+    parser.add_argument(
+        "--dispatcher",
+        choices=("gather", "capacity", "all-to-all"),
+        default="gather",
+        help="expert exchange (default: %(default)s)",
+    )
     parser.add_argument("--top", type=int, default=10, help="layouts to list (default: 10)")
     parser.add_argument("--formulas", action="store_true", help="every tensor of the largest moment, with its formula")
     parser.add_argument("--figure", type=Path, metavar="PNG", help="draw the memory of the first layout")

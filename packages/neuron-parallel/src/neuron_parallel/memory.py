@@ -20,12 +20,12 @@ from dataclasses import replace
 from functools import lru_cache
 
 from neuron_parallel import pieces
-from neuron_parallel.blocks import Symbols
 from neuron_parallel.buffers import Buffers, buffers, reduction
 from neuron_parallel.hardware import Cluster
 from neuron_parallel.plan import ParallelPlan, Training, stage_layers
 from neuron_parallel.report import PARTS, Entry, Group, Memory, Snapshot, Term
 from neuron_parallel.shape import ModelShape
+from neuron_parallel.symbols import Symbols
 from neuron_parallel.units import Unit, fsdp_unit
 
 __all__ = ["PARTS", "Memory", "Snapshot", "device_allowance", "least_bytes", "memory", "peak_bytes"]

@@ -4,10 +4,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from neuron_parallel.blocks import Symbols, before_head, block, embedding, head_and_loss
+from neuron_parallel.blocks import before_head, block, embedding, head_and_loss
 from neuron_parallel.plan import ParallelPlan, Training
 from neuron_parallel.report import Entry, Group, Snapshot
 from neuron_parallel.shape import ModelShape
+from neuron_parallel.symbols import Symbols
 from neuron_parallel.tape import Moment, Op, Sizes, kept_sizes, replay_backward, replay_forward
 
 __all__ = [

@@ -116,10 +116,10 @@ class Training:
     optimizer: Literal["foreach", "fused"] = "foreach"
     loss_chunks: int = 1
     """Parts of the sequence that head and loss are computed for at a time (ChunkedLossWrapper)."""
-    dispatcher: Literal["all-to-all", "padded"] = "all-to-all"
-    """Expert exchange: rows as routed, or a fixed number of rows an expert (equal splits)."""
-    capacity_factor: float = 1.0
-    """padded: rows kept an expert, relative to balanced routing."""
+    dispatcher: Literal["gather", "capacity", "all-to-all"] = "gather"
+    """Expert exchange, as titan_recipes.dispatch names it: all tokens to all ranks, equal splits, or TorchTitan's, rows as routed."""
+    capacity_factor: float = 1.25
+    """capacity: rows that a rank may send to each rank, relative to balanced routing."""
     imbalance: float = 1.0
     """all-to-all: rows on the fullest rank, relative to balanced routing."""
     expert_bytes: Literal[2, 4] = 2
@@ -413,7 +413,7 @@ def _device(plan: ParallelPlan, shape: ModelShape, training: Training) -> Iterat
     if plan.ep > 1 and training.dispatcher == "all-to-all":
         yield Finding(
             "equal_splits",
-            "Neuron's all_to_all_single takes equal splits only, routed rows are uneven: use the padded dispatcher",
+            "Neuron's all_to_all_single takes equal splits only, routed rows are uneven: use gather or capacity",
             "warning",
             "neuron",
         )

@@ -24,7 +24,7 @@ PARTS = (
 """Parts of a snapshot, in the order of the table."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """A tensor group that lives at a moment."""
 

@@ -5,8 +5,10 @@ for choice in result.choices[:10]: print(choice.plan, choice.reason)
 result.cut                                     # when nothing fits: the largest part of the model that would
 """
 
+import gc
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heapify, heappop, heappush
@@ -85,7 +87,18 @@ def suggest(
     `fixed` holds fields of ParallelPlan. Without a global batch every rank computes one micro-batch a step, with a pipeline two
     micro-batches a stage. Raises ValueError for an unknown field.
     """
-    fixed, training = dict(fixed or {}), training or Training()
+    with _without_collector():
+        return _suggest(shape, cluster, dict(fixed or {}), training or Training(), modes, efficiency)
+
+
+def _suggest(
+    shape: ModelShape,
+    cluster: Cluster,
+    fixed: Mapping[str, int],
+    training: Training,
+    modes: tuple[str, ...],
+    efficiency: float,
+) -> Suggestions:
     unknown = sorted(set(fixed) - set(FIXABLE))
     if unknown:
         raise ValueError(f"{', '.join(unknown)} cannot be held fixed; known: {', '.join(FIXABLE)}")
@@ -115,6 +128,18 @@ def suggest(
             heappush(queue, (-time.tokens_per_second, number, size, mode + 1, plan, time))
     cut = None if found or not layouts else _cut(shape, cluster, layouts, fixed, training, room)
     return Suggestions(tuple(found.values()), len(layouts), cut)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Formulas are some hundred thousand small objects, none of them in a cycle: looking for cycles takes as long as the search."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 def _batches(layout: ParallelPlan, fixed: Mapping[str, int]) -> Iterator[ParallelPlan]:
