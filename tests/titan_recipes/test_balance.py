@@ -22,6 +22,7 @@ from torchtitan.models.common.moe import MoE
 COEFFICIENT = 0.5  # large: a gradient that is wrong by a part of it is seen
 BALANCED = partial(use_balance_loss, coefficient=COEFFICIENT)
 EP, TP = {"data_parallel_shard_degree": 2, "expert_parallel_degree": 2}, {"tensor_parallel_degree": 2}
+POLICIES = {"plain": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
 ON_TWO = {
     "FSDP": {"degrees": {"data_parallel_shard_degree": 2}},
     "replicated": {"degrees": {"data_parallel_replicate_degree": 2}},
@@ -34,7 +35,7 @@ for _case in ON_TWO.values():
     _case["prepare"] = BALANCED
 
 
-def by_transformers(rank: int, micro_batches: int) -> tuple[float, dict[str, Any]]:
+def by_transformers(micro_batches: int) -> tuple[float, dict[str, Any]]:
     """One process: the cross entropy and, from the gates' own outputs, Transformers' function. Its mean value, all gradients."""
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
@@ -57,15 +58,23 @@ def by_transformers(rank: int, micro_batches: int) -> tuple[float, dict[str, Any
     return sum(values) / len(values), run.gradients()
 
 
-def ours_alone(rank: int, micro_batches: int, policy: Any = None) -> tuple[float, dict[str, Any]]:
-    case = {"degrees": {}, "prepare": BALANCED, "policy": policy, "micro_batches": micro_batches}
-    _, gradients, logged = train_each(rank, {"": case})[""]
-    return logged["balance_loss"], gradients
+def on_one(rank: int) -> dict[str, Any]:
+    """Everything that needs one rank, in one process: each starts cold."""
+    ours = {"degrees": {}, "prepare": BALANCED}
+    cases = {name: {**ours, "policy": policy} for name, policy in POLICIES.items()}
+    cases |= {"accumulated": {**ours, "micro_batches": 2}, "off": {"degrees": {}}}
+    return {
+        "transformers": by_transformers(1),
+        "transformers, accumulated": by_transformers(2),
+        **{f"bias, {name}": bias_after_a_step(policy) for name, policy in POLICIES.items()},
+        "without gradients": without_gradients(),
+        **train_each(rank, cases),
+    }
 
 
 @pytest.fixture(scope="module")
-def expected() -> tuple[float, dict[str, Any]]:
-    return run_ranks(by_transformers, 1, 1)[0]
+def alone() -> dict[str, Any]:
+    return run_ranks(on_one, 1)[0]
 
 
 @pytest.fixture(scope="module")
@@ -73,45 +82,45 @@ def on_two() -> list[dict[str, Any]]:
     return run_ranks(train_each, 2, ON_TWO)
 
 
-@pytest.mark.parametrize("policy", [None, SelectiveAC.Config(), FullAC.Config()], ids=["plain", "selective", "full"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_value_and_gradients_are_transformers_and_recomputation_counts_nothing(
-    expected: tuple[float, dict[str, Any]], policy: Any
+    alone: dict[str, Any], policy: str
 ) -> None:
     """Case 058."""
-    ((value, gradients),) = run_ranks(ours_alone, 1, 1, policy)
-    assert value == pytest.approx(expected[0], rel=1e-6) and value > 2.0  # 2 experts a token: the least there is
-    assert_same(gradients, expected[1])
+    (expected_value, expected), (_, gradients, logged) = alone["transformers"], alone[policy]
+    assert logged["balance_loss"] == pytest.approx(expected_value, rel=1e-6)
+    assert expected_value > 2.0  # 2 experts a token: the least there is
+    assert_same(gradients, expected)
 
 
-def test_under_accumulation_it_is_the_mean_of_the_micro_batches() -> None:
-    ((expected_value, expected_gradients),) = run_ranks(by_transformers, 1, 2)
-    ((value, gradients),) = run_ranks(ours_alone, 1, 2)
-    assert value == pytest.approx(expected_value, rel=1e-6)
-    assert_same(gradients, expected_gradients)
+def test_under_accumulation_it_is_the_mean_of_the_micro_batches(alone: dict[str, Any]) -> None:
+    (expected_value, expected), (_, gradients, logged) = alone["transformers, accumulated"], alone["accumulated"]
+    assert logged["balance_loss"] == pytest.approx(expected_value, rel=1e-6)
+    assert_same(gradients, expected)
 
 
 @pytest.mark.parametrize("case", ON_TWO)
 def test_in_any_layout_it_is_that_of_all_tokens_together(
-    expected: tuple[float, dict[str, Any]], on_two: list[dict[str, Any]], case: str
+    alone: dict[str, Any], on_two: list[dict[str, Any]], case: str
 ) -> None:
+    expected_value, expected = alone["transformers"]
     for rank in on_two:
         _, gradients, logged = rank[case]
-        assert logged["balance_loss"] == pytest.approx(expected[0], rel=1e-6)
-        assert_same(gradients, expected[1])
+        assert logged["balance_loss"] == pytest.approx(expected_value, rel=1e-6)
+        assert_same(gradients, expected)
 
 
-def test_it_is_off_by_default_and_without_gradients_counts_nothing() -> None:
-    def quiet(rank: int) -> tuple[Any, Any]:
-        off = train_each(rank, {"": {"degrees": {}}})[""][2]
-        run = Run({}, BALANCED)
-        run.model.eval()
-        run.model(batch()[0], torch.arange(16).expand(4, 16))
-        with torch.no_grad():
-            run.model.train()(batch()[0], torch.arange(16).expand(4, 16))
-        loss = next(m.balance for m in run.model.modules() if isinstance(m, BalancedRouter))
-        return off, loss.take_value()
+def without_gradients() -> Any:
+    run = Run({}, BALANCED)
+    run.model.eval()
+    run.model(batch()[0], torch.arange(16).expand(4, 16))
+    with torch.no_grad():
+        run.model.train()(batch()[0], torch.arange(16).expand(4, 16))
+    return next(m.balance for m in run.model.modules() if isinstance(m, BalancedRouter)).take_value()
 
-    assert run_ranks(quiet, 1) == [({}, None)]
+
+def test_it_is_off_by_default_and_without_gradients_counts_nothing(alone: dict[str, Any]) -> None:
+    assert alone["off"][2] == {} and alone["without gradients"] is None
 
 
 @pytest.mark.parametrize(
@@ -130,7 +139,7 @@ def test_where_it_cannot_be_had_it_is_refused_with_a_way_out(degrees: dict[str, 
         share_balance(model, parallel_dims=dims, training=TrainingConfig())
 
 
-def bias_after_a_step(rank: int, policy: Any) -> tuple[list[Any], float]:
+def bias_after_a_step(policy: Any) -> tuple[list[Any], float]:
     """Expert biases that TorchTitan's hook makes of a step with two micro-batches, and what is left of the counts."""
     from torchtitan.components.optimizer import register_moe_load_balancing_hook
 
@@ -152,10 +161,10 @@ def bias_after_a_step(rank: int, policy: Any) -> tuple[list[Any], float]:
     return [m.expert_bias_E.tolist() for m in layers], sum(float(m.tokens_per_expert_E.sum()) for m in layers)
 
 
-def test_an_expert_bias_moves_alike_with_and_without_recomputation_and_its_counts_start_anew() -> None:
+def test_an_expert_bias_moves_alike_with_and_without_recomputation_and_its_counts_start_anew(
+    alone: dict[str, Any],
+) -> None:
     """Case 058: TorchTitan counts a recomputed pass twice, and halves what it counted before it moves the bias."""
-    (plain, left), *others = (
-        run_ranks(bias_after_a_step, 1, p)[0] for p in (None, FullAC.Config(), SelectiveAC.Config())
-    )
+    plain, left = alone["bias, plain"]
     assert left == 0 and any(any(bias) for bias in plain)
-    assert all(other == (plain, 0) for other in others)
+    assert all(alone[f"bias, {name}"] == (plain, 0) for name in POLICIES)

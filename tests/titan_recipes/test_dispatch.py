@@ -16,15 +16,16 @@ import torch
 from moe_ranks import Run, assert_same, batch, train_each
 from qwen3_core import Qwen3Config
 from ranks import run_ranks
-from titan_recipes.balance import BalancedRouter
+from titan_recipes.balance import BalancedRouter, use_balance_loss
 from titan_recipes.checkpointing import SaveLinears
 from titan_recipes.dispatch import CapacityTokenDispatcher, GatherTokenDispatcher, use_dispatcher
 from titan_recipes.errors import UserError
 from titan_recipes.moe import SameDtypeExperts
-from titan_recipes.spec import native, transformers
+from titan_recipes.spec import native, transformers, use_model
+from titan_recipes.trainer import Trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-from torchtitan.models.common.moe import RoutedExperts
+from torchtitan.models.common.moe import MoE, RoutedExperts
 
 EP = {"data_parallel_shard_degree": 2, "expert_parallel_degree": 2}
 TP = {"tensor_parallel_degree": 2}
@@ -254,8 +255,24 @@ def test_a_spec_has_the_gather_dispatcher_until_another_is_chosen(make: Any) -> 
     assert kinds(spec) == {CapacityTokenDispatcher}
     with pytest.raises(UserError, match="choose one of gather, capacity, all-to-all"):
         use_dispatcher(spec, "padded")  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="does not take these options.*capacity_factor"):
+    with pytest.raises(UserError, match=r"does not take these options.*capacity_factor"):
         use_dispatcher(spec, "gather", capacity_factor=2.0)
     with pytest.raises(UserError, match="capacity_factor is 0"):
         use_dispatcher(spec, "capacity", capacity_factor=0)
         spec.model.build()
+
+
+@pytest.mark.parametrize("change", [{"route": "transformers"}, {"model": "debug-moe"}], ids=["route", "model"])
+def test_another_route_or_model_keeps_the_recipes_dispatcher_and_auxiliary_loss(change: dict[str, Any]) -> None:
+    spec = native(Qwen3Config(**moe_ranks.OPTIONS | {"num_hidden_layers": 1}))
+    use_dispatcher(spec, "capacity", capacity_factor=1.5, block=128)
+    use_balance_loss(spec, 0.25)
+    config = Trainer.Config(model_spec=spec)
+    use_model(config, **change)
+    layers = [layer for _, layer, _, _ in config.model_spec.model.traverse(MoE.Config)]
+    assert layers
+    for layer in layers:
+        assert layer.router.balance_coefficient == 0.25
+        assert layer.routed_experts.token_dispatcher == CapacityTokenDispatcher.Config(
+            num_experts=layer.num_experts, top_k=layer.router.top_k, capacity_factor=1.5, block=128
+        )

@@ -9,7 +9,7 @@ Shapes: E = experts, D = model dim, F = expert hidden dim, R = routed tokens.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import spmd_types as spmd
 import torch
@@ -22,11 +22,12 @@ from torchtitan.distributed.utils import get_spmd_backend
 from torchtitan.models.common import Linear
 from torchtitan.models.common.config_utils import make_moe_config
 from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
+from torchtitan.protocols.model import BaseModel
 
 from .balance import BalancedRouter
 from .dispatch import GatherTokenDispatcher
 
-__all__ = ["ContiguousRoutedExperts", "Float32Linear", "SameDtypeExperts", "moe_config"]
+__all__ = ["ContiguousRoutedExperts", "Float32Linear", "SameDtypeExperts", "keep_choices", "moe_config"]
 
 
 class SameDtypeExperts(GroupedExperts):
@@ -116,3 +117,16 @@ def moe_config(config: Qwen3Config, init: Callable[[torch.Tensor], object]) -> M
             ),
         ),
     )
+
+
+def keep_choices(old: BaseModel.Config, new: BaseModel.Config) -> None:
+    """Give the mixtures of `new` the token dispatcher and the auxiliary loss that a recipe chose for those of `old`, if it has any."""
+    chosen = [config for _, config, _, _ in old.traverse(MoE.Config)]
+    if not chosen:
+        return
+    dispatcher = chosen[0].routed_experts.token_dispatcher
+    for _, config, _, _ in new.traverse(MoE.Config):
+        config.routed_experts.token_dispatcher = replace(
+            dispatcher, num_experts=config.num_experts, top_k=config.router.top_k
+        )
+        config.router.balance_coefficient = chosen[0].router.balance_coefficient

@@ -23,7 +23,6 @@ from torchtitan.components.optimizer import register_moe_load_balancing_hook
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear
 from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
-from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.param_init import skip_param_init
 from torchtitan.models.qwen3 import parallelize_qwen3
@@ -32,9 +31,9 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
 from .attention import Mask, MaskedQwen3Model, SDPAttention
-from .balance import BalancedRouter, share_balance, use_balance_loss
+from .balance import share_balance
 from .errors import UserError
-from .moe import moe_config
+from .moe import keep_choices, moe_config
 from .source import Model, find_model
 from .state_dict import BackendStateDictAdapter, NativeStateDictAdapter
 
@@ -182,11 +181,11 @@ def use_model(
         config.model_spec = model_spec(
             old.qwen3, route=route, document_mask=old.document_mask, flavor=config.model_spec.flavor
         )
-        _keep_choices(old, config.model_spec)
+        keep_choices(old, config.model_spec.model)
         return
     source = find_model(model)
     config.model_spec = model_spec(source.config, route=route, document_mask=old.document_mask, flavor=source.name)
-    _keep_choices(old, config.model_spec)
+    keep_choices(old, config.model_spec.model)
     config.expected_trainable = None  # it was another model's
     if hasattr(config.loss, "global_vocab_size"):
         config.loss.global_vocab_size = source.config.vocab_size
@@ -197,18 +196,6 @@ def use_model(
     if source.weights is not None and weights is not False:
         config.checkpoint.initial_load_path = str(source.weights)
         config.checkpoint.initial_load_in_hf = True  # a step too: read through the same table, it starts either route
-
-
-def _keep_choices(old: Any, spec: ModelSpec) -> None:
-    """Give a new spec's mixtures what a recipe chose for the old model's: the dispatcher and the balance loss."""
-    for _, chosen, _, _ in old.traverse(RoutedExperts.Config):
-        for _, experts, _, _ in spec.model.traverse(RoutedExperts.Config):
-            new = experts.token_dispatcher
-            experts.token_dispatcher = replace(chosen.token_dispatcher, num_experts=new.num_experts, top_k=new.top_k)
-        break
-    for _, router, _, _ in old.traverse(BalancedRouter.Config):
-        use_balance_loss(spec, router.balance_coefficient)
-        break
 
 
 def _use_kernels(config: "Trainer.Config", wanted: bool) -> None:
