@@ -6,10 +6,12 @@ parallelised model under FakeTensorMode, and computes one step of shapes. Nothin
 
 import math
 import time
+from pathlib import Path
 from typing import Any
 
-from neuron_parallel import Cluster, ModelShape, ParallelPlan, Training, instance, memory, validate
+from neuron_parallel import INSTANCES, Cluster, ModelShape, ParallelPlan, Training, instance, memory, validate
 from neuron_parallel.cli import memory_table
+from neuron_parallel.hardware import Instance
 from neuron_parallel.memory import device_allowance
 from neuron_parallel.placement import local_shape, parameters
 
@@ -19,7 +21,14 @@ from .logs import say
 __all__ = ["INSTANCE", "check_plan", "dry_run", "plan_of"]
 
 INSTANCE = "trn2.48xlarge"
+_DISPATCHERS = {
+    "GatherTokenDispatcher": "gather",
+    "CapacityTokenDispatcher": "capacity",
+    "AllToAllTokenDispatcher": "all-to-all",
+}
 _CHECKPOINTING = {"SaveLinears": "linears", "FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "selective"}
+PRODUCT = Path("/sys/devices/virtual/dmi/id/product_name")
+"""EC2 writes the instance type here."""
 
 
 def plan_of(config: Any, world: int) -> tuple[ParallelPlan, ModelShape, Training] | None:
@@ -54,34 +63,60 @@ def plan_of(config: Any, world: int) -> tuple[ParallelPlan, ModelShape, Training
         loss_chunks=getattr(config.loss, "num_chunks", 1),
         expert_bytes=compute,
         reshard=p.fsdp_reshard_after_forward,
+        **_dispatch(config.model_spec.model),
     )
     return plan, ModelShape.from_hf(qwen3.to_hf()), how
 
 
 def _checkpointing(config: Any) -> Any:
-    """Planning's word for an activation-checkpointing config; a subclass of TorchTitan's counts as that.
+    """Planning's word for an activation-checkpointing config; UserError for a kind of which nothing is known."""
+    return "none" if config is None else _word(config, _CHECKPOINTING, "activation_checkpoint")
 
-    Raises UserError for a kind of which nothing is known.
-    """
-    if config is None:
-        return "none"
+
+def _dispatch(model: Any) -> dict[str, Any]:
+    """Planning's word for what brings tokens to a model's experts, and its capacity."""
+    from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
+
+    for _, dispatcher, _, _ in model.traverse(LocalTokenDispatcher.Config):
+        capacity = getattr(dispatcher, "capacity_factor", None)
+        word = _word(dispatcher, _DISPATCHERS, "token_dispatcher")
+        return {"dispatcher": word} | ({} if capacity is None else {"capacity_factor": capacity})
+    return {}
+
+
+def _word(config: Any, table: dict[str, str], field: str) -> str:
+    """Planning's word for a config by its class; a subclass counts as what it derives from."""
     for kind in type(config)._owner.__mro__:
-        if kind.__name__ in _CHECKPOINTING:
-            return _CHECKPOINTING[kind.__name__]
+        if kind.__name__ in table:
+            return table[kind.__name__]
     raise UserError(
-        f"activation_checkpoint is a {type(config)._owner.__name__}: its memory is not modelled. Known: {', '.join(_CHECKPOINTING)}."
+        f"{field} is a {type(config)._owner.__name__}: its memory is not modelled. Known: {', '.join(table)}."
     )
 
 
-def check_plan(config: Any, world: int, device: str) -> None:
-    """Raise UserError with every rule that the plan breaks; on Neuron also when it cannot fit a core."""
+def check_plan(config: Any, world: int, device: str, name: str | None = None) -> None:
+    """Raise UserError with every rule that the plan breaks; on Neuron also when it cannot fit a core of instance `name`."""
     planned = plan_of(config, world)
     if planned is None:
         return
     plan, shape, how = planned
     _refuse(plan, shape, world, how)
     if device == "neuron":
-        _refuse_too_large(plan, shape, how, Cluster(instance(INSTANCE)))
+        machine, source = _machine(name)
+        say(f"memory is checked for {machine.name}, {source}")
+        _refuse_too_large(plan, shape, how, Cluster(machine))
+
+
+def _machine(name: str | None) -> tuple[Instance, str]:
+    """The instance and who says so: the user, else the machine, else nobody."""
+    try:
+        if name:
+            return instance(name), "as --instance says"
+        if PRODUCT.is_file() and (called := PRODUCT.read_text().strip()) in INSTANCES:
+            return instance(called), "as this machine calls itself"
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    return instance(INSTANCE), "which is assumed: this machine does not say what it is; --instance does"
 
 
 def _refuse(plan: ParallelPlan, shape: ModelShape, cluster: Cluster | int, how: Training) -> None:
