@@ -2,11 +2,15 @@
 
 Works on any device and needs no allocator statistics, which CPU lacks. A storage is counted once however many tensors view it.
 Storages that first appear as the result of a view were made below the dispatcher (gloo's own staging copies): they are not counted.
+
+A collective's tensors stay referred to by gloo's worker thread for a moment after the step has gone on without them, longer on a
+loaded machine. Only this thread makes tensors, so while it waits the count can but fall: what looks like a new largest is looked
+at again before it is believed.
 """
 
-import sys
+import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,13 +21,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+LOOKS, PAUSE = 3, 0.001
+"""So many looks before a largest is believed, seconds between them."""
+
 
 @dataclass
 class _Storage:
     ref: "weakref.ref[torch.UntypedStorage]"
     bytes: int
     part: str
-    made_by: str
 
 
 @dataclass
@@ -46,10 +52,10 @@ class TensorBytes(TorchDispatchMode):
         super().__init__()
         self.logits = logits
         self.live: dict[int, _Storage] = {}
+        self.gone: deque[int] = deque()
         self.now: Counter[str] = Counter()
-        self.result = Bytes()
+        self.result: Bytes | None = None
         self.parts = ["other"]
-        self.moment = ""
 
     def __enter__(self) -> "TensorBytes":
         resize = torch.UntypedStorage.resize_
@@ -86,12 +92,17 @@ class TensorBytes(TorchDispatchMode):
             self.now[part] += entry.bytes
             entry.part = part
 
-    def living(self, part: str) -> int:
-        return self.now[part]
-
-    def reset_peak(self) -> None:
+    def watch(self) -> Bytes:
+        """From now on, note what is largest."""
         self.result = Bytes()
-        self._look("reset")
+        self._look("the start")
+        return self.result
+
+    def settled(self) -> "Counter[str]":
+        """Bytes by part, once other threads have had time to let go of theirs."""
+        time.sleep(LOOKS * PAUSE)
+        self._drop()
+        return Counter(self.now)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -103,37 +114,33 @@ class TensorBytes(TorchDispatchMode):
         return out
 
     def _see(self, storage: torch.UntypedStorage, made_by: str, part: str = "other", viewed: bool = False) -> None:
+        self._drop()
         key, size = storage._cdata, storage.nbytes()
         known = self.live.get(key)
-        if known is not None and known.ref() is storage:
+        if known is not None:
             self.now[known.part] += size - known.bytes
             known.bytes = size
         elif storage.device.type != "meta" and not viewed:
-            entry = _Storage(weakref.ref(storage, lambda _, key=key: self._gone(key)), size, part, made_by)
-            self.live[key] = entry
-            self.now[entry.part] += size
+            self.live[key] = _Storage(weakref.ref(storage, lambda _: self.gone.append(key)), size, part)
+            self.now[part] += size
         self._look(made_by)
 
-    def _gone(self, key: int) -> None:
-        entry = self.live.pop(key, None)
-        if entry is not None:
+    def _drop(self) -> None:
+        """Storages die in any thread; this one alone counts. An address is not given out again before its storage is in `gone`."""
+        while self.gone:
+            entry = self.live.pop(self.gone.popleft())
             self.now[entry.part] -= entry.bytes
 
     def _look(self, where: str) -> None:
-        total = self.now.total()
+        result = self.result
+        if result is None:
+            return
+        for _ in range(LOOKS):
+            if self.now.total() <= result.peak and all(size <= result.largest[p] for p, size in self.now.items()):
+                return
+            time.sleep(PAUSE)
+            self._drop()
         for part, size in self.now.items():
-            if size > self.result.largest[part]:
-                self.result.largest[part] = size
-                if part == DETAIL:
-                    self.result.part_detail = (
-                        sorted(((e.bytes, e.made_by) for e in self.live.values() if e.part == part), reverse=True),
-                        where,
-                    )  # type: ignore[attr-defined]
-        if total > self.result.peak:
-            self.result.peak, self.result.at = total, f"{self.moment} {where}"
-            self.result.by_part = Counter(self.now)
-            if DETAIL:
-                self.result.detail = sorted(((e.bytes, e.part, e.made_by) for e in self.live.values()), reverse=True)  # type: ignore[attr-defined]
-
-
-DETAIL = "--detail" in sys.argv
+            result.largest[part] = max(result.largest[part], size)
+        if self.now.total() > result.peak:
+            result.peak, result.at, result.by_part = self.now.total(), where, Counter(self.now)

@@ -138,7 +138,7 @@ def test_no_plan_of_the_grid_crashes_and_a_valid_one_has_a_memory():
             attention=draw.choice(["flash", "masked", "math"]),
             compute_bytes=draw.choice([2, 4]),
             loss_chunks=draw.choice([1, 1, 3, 8]),
-            dispatcher=draw.choice(["all-to-all", "padded"]),
+            dispatcher=draw.choice(["gather", "capacity", "all-to-all"]),
             reshard=draw.choice(["default", "always", "never"]),
         )
         found = validate(layout, shape, cluster, training)

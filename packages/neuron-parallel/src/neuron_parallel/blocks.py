@@ -1,98 +1,22 @@
 """The operations of a Qwen3 as TorchTitan 0.3.0 runs it eagerly, with the bytes of every tensor of one core: input to `tape`.
 
-Symbols (all per core, after the plan's division):
-    S  positions of a sequence            B  sequences of a micro-batch         V  vocabulary       L  layers
-    T  B*S/cp, tokens                     t  T/tp with sequence parallel, tokens between blocks
-    D  hidden size                        K  head dim       H  query heads/tp   G  KV heads/tp
-    F  MLP hidden size/tp                 E  experts        k  experts a token  M  expert hidden size (/tp without ep)
-    m  tokens that a core routes          N  m*k, their copies                  R  rows that a core's experts get
-    a  bytes of a computed element        c  bytes of an expert's computed element
+Letters are those of symbols.py.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from neuron_parallel.plan import ParallelPlan, Training
+from neuron_parallel.experts import experts
+from neuron_parallel.plan import Training
 from neuron_parallel.quantity import ZERO, Quantity
-from neuron_parallel.shape import ModelShape
+from neuron_parallel.symbols import Symbols
 from neuron_parallel.tape import Op, Sizes
 
-__all__ = ["Symbols", "before_head", "block", "embedding", "head_and_loss"]
-
-
-@dataclass(frozen=True)
-class Symbols:
-    """The letters above, with their values."""
-
-    B: Quantity
-    S: Quantity
-    T: Quantity
-    t: Quantity
-    D: Quantity
-    K: Quantity
-    H: Quantity
-    G: Quantity
-    F: Quantity
-    E: Quantity
-    k: Quantity
-    M: Quantity
-    m: Quantity
-    N: Quantity
-    R: Quantity
-    V: Quantity
-    a: Quantity
-    c: Quantity
-    """Letters, see above."""
-    cp: int
-    tp: int
-    ep: int
-    split: bool
-    """Activations between blocks are split by tp (sequence parallel)."""
-
-    @classmethod
-    def of(cls, plan: ParallelPlan, shape: ModelShape, training: Training) -> "Symbols":
-        """`plan` resolved."""
-        q = Quantity
-        tokens = plan.micro_batch * plan.seq_len // plan.cp
-        between = -(-tokens // plan.tp) if plan.sequence_parallel else tokens
-        routed = -(-tokens // plan.tp) if plan.ep > 1 else tokens
-        copies = routed * shape.num_experts_per_tok
-        rows, text = float(copies), "N"
-        if shape.num_experts and training.dispatcher == "padded":
-            local = shape.num_experts // plan.ep
-            each = -(-int(training.capacity_factor * copies * plan.ep) // (shape.num_experts * 128)) * 128
-            rows, text = float(local * each), f"E/ep*{each}"
-        elif shape.num_experts and plan.ep > 1 and training.imbalance != 1:
-            rows, text = float(int(copies * training.imbalance)), f"N*{training.imbalance}"
-        tp_experts = 1 if plan.ep > 1 else plan.tp
-        return cls(
-            B=q(plan.micro_batch, "B"),
-            S=q(plan.seq_len, "S"),
-            T=q(tokens, "T"),
-            t=q(between, "t"),
-            D=q(shape.hidden_size, "D"),
-            K=q(shape.head_dim, "K"),
-            H=q(shape.num_attention_heads // plan.tp, "H"),
-            G=q(shape.num_key_value_heads // plan.tp, "G"),
-            F=q(-(-shape.intermediate_size // plan.tp), "F"),
-            E=q(shape.num_experts, "E"),
-            k=q(shape.num_experts_per_tok, "k"),
-            M=q(-(-shape.moe_intermediate_size // tp_experts), "M"),
-            m=q(routed, "m"),
-            N=q(copies, "N"),
-            R=q(rows, text),
-            V=q(-(-shape.vocab_size // plan.tp), "V"),
-            a=q(training.compute_bytes, "a"),
-            c=q(training.expert_bytes, "c"),
-            cp=plan.cp,
-            tp=plan.tp,
-            ep=plan.ep,
-            split=plan.sequence_parallel and plan.tp > 1,
-        )
+__all__ = ["before_head", "block", "embedding", "head_and_loss"]
 
 
 def block(s: Symbols, training: Training, moe: bool) -> list[Op]:
     """One decoder layer, from "x" to "y"."""
-    return [*_attention(s, training), *(_experts(s, training) if moe else _mlp(s))]
+    return [*_attention(s, training), *(_moe(s, training) if moe else _mlp(s))]
 
 
 def _norm(name: str, source: str, out: str, rows: Quantity, width: Quantity, s: Symbols) -> Op:
@@ -210,99 +134,15 @@ def _mlp(s: Symbols) -> list[Op]:
     ]
 
 
-def _experts(s: Symbols, training: Training) -> list[Op]:
-    """Router, dispatch, grouped products, combine. int64 indices are 8 bytes, routing scores float32."""
-    D, E, N, R, M, m, a, c = s.D, s.E, s.N, s.R, s.M, s.m, s.a, s.c
+def _moe(s: Symbols, training: Training) -> list[Op]:
     gathers = s.split and s.ep == 1
-    x = "gathered h" if gathers else "norm(h)"
-    scores = m * E * 4
-    exchange = s.ep > 1
-    local_experts = E / s.ep
-    per_matrix = local_experts * M * D
-    rows = R * D * a
-    wide = R * M * c
-    casts = s.a.value != s.c.value
-    # TorchTitan's experts cast their input and weights to BF16; w1's and w3's casts are two tensors, w2's one
-    cast_x: Sizes = {"cast of rows for w1": R * D * c, "cast of w1": per_matrix * c} if casts else {}
-    cast_3: Sizes = {"cast of rows for w3": R * D * c, "cast of w3": per_matrix * c} if casts else {}
-    cast_2: Sizes = {"cast of w2": per_matrix * c} if casts else {}
-    matrix = per_matrix * a
-    ops = [
-        _norm("moe norm", "h", "norm(h)", s.t, D, s),
-        *(_gather("norm(h)", "gathered h", s) if gathers else []),
-        Op(
-            "gate",
-            (x,),
-            {"gate": scores},
-            (x,),
-            {"h in fp32": m * D * 4, "gate weight in fp32": E * D * 4} if s.a.value == 2 else {},
-            weight=E * D * a,
-            linear=True,
-        ),
-        Op("softmax", ("gate",), {"probabilities": scores}, ("probabilities",)),
-        Op("top-k", (), {"expert ids": m * s.k * 8, "top values": m * s.k * 4}, scratch=m * E, selective=True),
-        Op("chosen weights", ("probabilities",), {"chosen": m * s.k * 4}, ("expert ids",)),
-        Op("normalise", ("chosen",), {"weights": N * 4}, ("chosen",), {"sum of chosen": m * 4}, part="activations"),
-        Op(
-            "sort weights",
-            ("weights",),
-            {"sorted weights": N * 4},
-            (),
-            {"order": N * 8},
-            scratch=N * 8,
-            part="dispatch",
-        ),
-        Op("sort tokens", (x,), {"sorted tokens": N * D * a}, (), {"token of row": N * 8}, part="dispatch"),
-    ]
-    source = "sorted tokens"
-    if exchange:
-        ops += [
-            Op("all-to-all", (source,), {"received": rows}, part="dispatch", selective=True),
-            Op(
-                "order by expert",
-                ("received",),
-                {"rows": rows},
-                (),
-                {"row order": R * 8},
-                scratch=2 * R * 8,
-                part="dispatch",
-            ),
-        ]
-        source = "rows"
-    keeps = () if casts else (source,)
-    ops += [
-        Op("expert w1", (source,), {"expert w1": wide}, keeps, cast_x, weight=matrix),
-        Op("expert silu", ("expert w1",), {"expert silu": wide}, ("expert w1",)),
-        Op("expert w3", (source,), {"expert w3": wide}, keeps, cast_3, weight=matrix),
-        Op("expert product", ("expert silu", "expert w3"), {"expert product": wide}, ("expert silu", "expert w3")),
-        Op("expert w2", ("expert product",), {"expert out": rows}, ("expert product",), cast_2, weight=matrix),
-    ]
-    out = "expert out"
-    if exchange:
-        ops += [
-            Op("order by rank", (out,), {"to send": rows}, ("row order",), part="dispatch"),
-            Op("all-to-all back", ("to send",), {"returned": N * D * a}, part="dispatch", selective=True),
-        ]
-        out = "returned"
-    fp32: Sizes = {"rows in fp32": N * D * 4} if s.a.value == 2 else {}
-    ops += [
-        Op(
-            "weigh",
-            (out, "sorted weights"),
-            {"weighed": N * D * a},
-            ("sorted weights", *(() if s.a.value == 2 else (out,))),
-            fp32,
-            scratch=N * D * 4 if s.a.value == 2 else ZERO,
-            scratch_backward=N * D * 4,
-            part="dispatch",
-        ),
-        Op("add up", ("weighed",), {"moe out": m * D * a}, ("token of row",), scratch=m * D * a, part="dispatch"),
-    ]
     reduces = s.tp > 1 and s.ep == 1
     return [
-        *ops,
+        _norm("moe norm", "h", "norm(h)", s.t, s.D, s),
+        *(_gather("norm(h)", "gathered h", s) if gathers else []),
+        *experts(s, training, "gathered h" if gathers else "norm(h)"),
         *(_reduce("moe out", "reduced moe out", s) if reduces else []),
-        Op("residual 2", ("h", "reduced moe out" if reduces else "moe out"), {"y": s.t * D * a}, alias=True),
+        Op("residual 2", ("h", "reduced moe out" if reduces else "moe out"), {"y": s.t * s.D * s.a}, alias=True),
     ]
 
 

@@ -70,7 +70,12 @@ def _parser(models: Mapping[str, Mapping[str, Any]]) -> argparse.ArgumentParser:
     parser.add_argument(
         "--loss-chunks", type=int, default=1, help="parts of the sequence for head and loss (default: 1)"
     )
-    parser.add_argument("--dispatcher", choices=("all-to-all", "padded"), default="padded", help="expert exchange")
+    parser.add_argument(
+        "--dispatcher",
+        choices=("gather", "capacity", "all-to-all"),
+        default="gather",
+        help="expert exchange (default: %(default)s)",
+    )
     parser.add_argument("--top", type=int, default=10, help="layouts to list (default: 10)")
     parser.add_argument("--formulas", action="store_true", help="every tensor of the largest moment, with its formula")
     parser.add_argument("--figure", type=Path, metavar="PNG", help="draw the memory of the first layout")
@@ -94,12 +99,16 @@ def _run(options: argparse.Namespace, models: Mapping[str, Mapping[str, Any]]) -
         f"{cluster.cores} logical cores ({cluster.nodes} x {cluster.instance.name}, LNC={cluster.lnc}) of {cluster.hbm_bytes / GIB:.0f} "
         f"GiB and {cluster.peak_flops() / 1e12:.2f} BF16 TFLOPS each (the denominator of MFU)"
     )
-    found = suggest(shape, cluster, fixed, training, modes, limit=max(1, options.top))
+    found = suggest(shape, cluster, fixed, training, modes)
     if not found.choices:
         return _explain_nothing(found, fixed, shape, cluster, training)
-    print(f"{found.considered} layouts are valid; those that fit, fastest first (modelled):\n")
+    shown = found.choices[: max(1, options.top)]
+    which = "all" if len(shown) == len(found.choices) else f"the first {len(shown)}"
+    print(
+        f"{found.considered} layouts are valid, {len(found.choices)} of them fit; {which}, fastest first (modelled):\n"
+    )
     rows = [("", "layout", "micro-batch", "checkpointing", "GiB", "step s", "tokens/s", "MFU", "why")]
-    for number, choice in enumerate(found.choices, 1):
+    for number, choice in enumerate(shown, 1):
         time = choice.time
         rows.append(
             (
@@ -107,7 +116,7 @@ def _run(options: argparse.Namespace, models: Mapping[str, Mapping[str, Any]]) -
                 str(choice.plan),
                 str(choice.plan.micro_batch),
                 choice.training.checkpointing,
-                f"{choice.memory.peak.bytes / GIB:.1f}",
+                f"{choice.peak / GIB:.1f}",
                 f"{time.seconds:.2f}",
                 f"{time.tokens_per_second:,.0f}",
                 f"{time.mfu:.0%}",

@@ -16,7 +16,7 @@ it is: torchtitan (its own checks or a crash in it), neuron (the device's, from 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from neuron_parallel.hardware import Cluster
@@ -74,6 +74,11 @@ class ParallelPlan:
         """Micro-batches that a rank computes in one optimizer step."""
         return max(1, self.global_batch // (self.micro_batch * self.dp))
 
+    @cached_property
+    def without_dp(self) -> "ParallelPlan":
+        """One data-parallel rank of one stage alone: what does not depend on how many there are is worked out once for all."""
+        return replace(self, dp_replicate=1, dp_shard=self.ep, pp=1, global_batch=-1)
+
     def strides(self) -> dict[str, tuple[int, int]]:
         """(size, distance between neighbouring members in ranks) of each axis with more than one member."""
         inner = self.dp_shard * self.cp * self.tp
@@ -111,10 +116,10 @@ class Training:
     optimizer: Literal["foreach", "fused"] = "foreach"
     loss_chunks: int = 1
     """Parts of the sequence that head and loss are computed for at a time (ChunkedLossWrapper)."""
-    dispatcher: Literal["all-to-all", "padded"] = "all-to-all"
-    """Expert exchange: rows as routed, or a fixed number of rows an expert (equal splits)."""
-    capacity_factor: float = 1.0
-    """padded: rows kept an expert, relative to balanced routing."""
+    dispatcher: Literal["gather", "capacity", "all-to-all"] = "gather"
+    """Expert exchange, as titan_recipes.dispatch names it: all tokens to all ranks, equal splits, or TorchTitan's, rows as routed."""
+    capacity_factor: float = 1.25
+    """capacity: rows that a rank may send to each rank, relative to balanced routing."""
     imbalance: float = 1.0
     """all-to-all: rows on the fullest rank, relative to balanced routing."""
     expert_bytes: Literal[2, 4] = 2
@@ -123,6 +128,11 @@ class Training:
     """parallelism.fsdp_reshard_after_forward."""
     selective_keeps_attention: bool = True
     """Whether the attention kernel is on selective checkpointing's list: yes for device kernels, no for torch's CPU kernel."""
+
+    @cached_property
+    def without_mode(self) -> "Training":
+        """The same whatever the checkpointing."""
+        return replace(self, checkpointing="none")
 
 
 @dataclass(frozen=True)
@@ -403,7 +413,7 @@ def _device(plan: ParallelPlan, shape: ModelShape, training: Training) -> Iterat
     if plan.ep > 1 and training.dispatcher == "all-to-all":
         yield Finding(
             "equal_splits",
-            "Neuron's all_to_all_single takes equal splits only, routed rows are uneven: use the padded dispatcher",
+            "Neuron's all_to_all_single takes equal splits only, routed rows are uneven: use gather or capacity",
             "warning",
             "neuron",
         )

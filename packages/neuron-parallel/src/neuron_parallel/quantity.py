@@ -21,9 +21,9 @@ class Quantity:
         self._left, self._operator, self._right = left, operator, right
 
     def __mul__(self, other: Number) -> "Quantity":
-        if value_of(other) == 1 and not isinstance(other, Quantity):
-            return self
-        return Quantity(self.value * value_of(other), self, "*", other)
+        if isinstance(other, Quantity):
+            return Quantity(self.value * other.value, self, "*", other)
+        return self if other == 1 else Quantity(self.value * other, self, "*", other)
 
     def __rmul__(self, other: float) -> "Quantity":
         return self if other == 1 else Quantity(other * self.value, other, "*", self)

@@ -15,11 +15,11 @@ small messages look better than they are.
 from dataclasses import dataclass
 from functools import lru_cache
 
-from neuron_parallel.blocks import Symbols
 from neuron_parallel.hardware import Cluster
 from neuron_parallel.placement import parameters, unit_numbers
 from neuron_parallel.plan import ParallelPlan, Training, stage_layers
 from neuron_parallel.shape import ModelShape
+from neuron_parallel.symbols import Symbols
 
 __all__ = ["EFFICIENCY", "StepTime", "step_time"]
 
@@ -122,7 +122,8 @@ def step_time(
     if shape.num_experts and plan.ep > 1:
         tp /= 2  # experts take the tokens as they are split
     cp = micro * layers * (passes + 1) * 2 * seconds("cp", T * plan.cp * s.G.value * s.K.value * a)
-    ep = micro * layers * passes * 2 * seconds("ep", s.R.value * D * a) if shape.num_experts else 0.0
+    exchanged = plan.ep * s.m.value if training.dispatcher == "gather" else s.R.value
+    ep = micro * layers * passes * 2 * seconds("ep", exchanged * D * a) if shape.num_experts else 0.0
     busy = max(compute, memory, fsdp) + tp + cp + ep
     bubble = busy * (plan.pp - 1) / micro
     replicas = 2 * seconds("dp_replicate", layers * local * r)

@@ -1,17 +1,20 @@
 """Which plans work, fit and are fast: ranked, with the reason for each rank.
 
 result = suggest(shape, Cluster(instance("trn2.48xlarge")), fixed={"tp": 4})
-for choice in result.choices[:10]: print(choice)
+for choice in result.choices[:10]: print(choice.plan, choice.reason)
 result.cut                                     # when nothing fits: the largest part of the model that would
 """
 
+import gc
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from heapq import heapify, heappop, heappush
 
 from neuron_parallel.hardware import Cluster
-from neuron_parallel.memory import Memory, device_allowance, least_bytes, memory
+from neuron_parallel.memory import Memory, device_allowance, least_bytes, memory, peak_bytes
 from neuron_parallel.plan import ParallelPlan, Training, divisors, errors
 from neuron_parallel.roofline import EFFICIENCY, StepTime, step_time
 from neuron_parallel.shape import ModelShape
@@ -41,9 +44,16 @@ class Choice:
 
     plan: ParallelPlan
     training: Training
-    memory: Memory
+    peak: float
+    """Bytes of a core at the largest moment."""
     time: StepTime
     reason: str
+    shape: ModelShape = field(repr=False)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """All moments, with their formulas."""
+        return memory(self.plan, self.shape, self.training)
 
 
 @dataclass(frozen=True)
@@ -71,41 +81,65 @@ def suggest(
     training: Training | None = None,
     modes: tuple[str, ...] = MODES,
     efficiency: float = EFFICIENCY,
-    limit: int | None = 50,
 ) -> Suggestions:
-    """The layouts of the whole cluster that work and fit, fastest first; of each the fastest micro-batch and checkpointing mode.
+    """All layouts of the whole cluster that work and fit, fastest first; of each the fastest micro-batch and checkpointing mode.
 
-    `limit` ends the search after so many (None: all). `fixed` holds fields of ParallelPlan. Without a global batch every rank
-    computes one micro-batch a step, with a pipeline two micro-batches a stage. Raises ValueError for an unknown field.
+    `fixed` holds fields of ParallelPlan. Without a global batch every rank computes one micro-batch a step, with a pipeline two
+    micro-batches a stage. Raises ValueError for an unknown field.
     """
-    fixed, training = dict(fixed or {}), training or Training()
+    with _without_collector():
+        return _suggest(shape, cluster, dict(fixed or {}), training or Training(), modes, efficiency)
+
+
+def _suggest(
+    shape: ModelShape,
+    cluster: Cluster,
+    fixed: Mapping[str, int],
+    training: Training,
+    modes: tuple[str, ...],
+    efficiency: float,
+) -> Suggestions:
     unknown = sorted(set(fixed) - set(FIXABLE))
     if unknown:
         raise ValueError(f"{', '.join(unknown)} cannot be held fixed; known: {', '.join(FIXABLE)}")
-    modes = tuple(mode for mode in MODES if mode in modes)
-    hows = [replace(training, checkpointing=mode) for mode in modes]  # type: ignore[arg-type]
+    hows = [replace(training, checkpointing=mode) for mode in MODES if mode in modes]  # type: ignore[arg-type]
     room = cluster.hbm_bytes - device_allowance(cluster)
+    layouts = list(_valid(shape, cluster, fixed, training))
     # Candidates by estimated time: memory, which costs more to work out, is looked at in that order. More checkpointing is slower.
-    queue: list[tuple[float, int, int, ParallelPlan, StepTime]] = []
-    layouts = 0
-    for layouts, layout in enumerate(_valid(shape, cluster, fixed, training), 1):
-        for plan in _batches(layout, fixed):
+    queue: list[tuple[float, int, int, int, ParallelPlan, StepTime]] = []
+    for number, layout in enumerate(layouts):
+        plans = list(_batches(layout, fixed))
+        if not plans or least_bytes(plans[-1], shape, hows[-1]) > room:
+            continue
+        for plan in plans:
             time = step_time(plan, shape, cluster, hows[0], efficiency)
-            queue.append((-time.tokens_per_second, layouts * 8 + plan.micro_batch, 0, plan, time))
+            queue.append((-time.tokens_per_second, number, plan.micro_batch, 0, plan, time))
     heapify(queue)
     found: dict[int, Choice] = {}
-    while queue and (limit is None or len(found) < limit):
-        _, key, mode, plan, time = heappop(queue)
-        if key // 8 in found:
+    while queue:
+        _, number, size, mode, plan, time = heappop(queue)
+        if number in found:
             continue
         how = hows[mode]
-        if least_bytes(plan, shape, how) <= room and (needed := memory(plan, shape, how)).peak.bytes <= room:
-            found[key // 8] = Choice(plan, how, needed, time, _reason(plan, time, found, cluster))
+        if least_bytes(plan, shape, how) <= room and (peak := peak_bytes(plan, shape, how, room)) <= room:
+            found[number] = Choice(plan, how, peak, time, _reason(plan, time, found, cluster), shape)
         elif mode + 1 < len(hows):
             time = step_time(plan, shape, cluster, hows[mode + 1], efficiency)
-            heappush(queue, (-time.tokens_per_second, key, mode + 1, plan, time))
-    cut = None if found or not layouts else _cut(shape, cluster, fixed, training, room)
-    return Suggestions(tuple(found.values()), layouts, cut)
+            heappush(queue, (-time.tokens_per_second, number, size, mode + 1, plan, time))
+    cut = None if found or not layouts else _cut(shape, cluster, layouts, fixed, training, room)
+    return Suggestions(tuple(found.values()), len(layouts), cut)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Formulas are some hundred thousand small objects, none of them in a cycle: looking for cycles takes as long as the search."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 def _batches(layout: ParallelPlan, fixed: Mapping[str, int]) -> Iterator[ParallelPlan]:
@@ -180,21 +214,52 @@ def _reason(plan: ParallelPlan, time: StepTime, before: Mapping[int, Choice], cl
     return ", ".join(parts) + (f"; {behind:.0%} behind the first" if behind >= 0.005 else "")
 
 
-def _cut(shape: ModelShape, cluster: Cluster, fixed: Mapping[str, int], training: Training, room: float) -> Cut:
-    """The most layers, and the most experts, with which the most frugal settings fit under some layout."""
-    frugal = replace(training, checkpointing="full")
-    given = {**fixed, "micro_batch": fixed.get("micro_batch", 1)}
+def _cut(
+    shape: ModelShape,
+    cluster: Cluster,
+    layouts: list[ParallelPlan],
+    fixed: Mapping[str, int],
+    training: Training,
+    room: float,
+) -> Cut:
+    """The most layers, and the most experts, with which the most frugal settings fit under some layout.
 
-    def least(part: ModelShape) -> float:
-        plans = _valid(part, cluster, given, frugal)
-        return min((memory(plan, part, frugal).peak.bytes for plan in plans), default=math.inf)
+    Only the whole model's valid layouts can be a smaller one's: every rule about layers or experts asks more of fewer.
+    """
+    frugal = replace(training, checkpointing="full")
+    plans = [plan for layout in layouts for plan in _batches(layout, fixed)]
+    smallest = min((plan.micro_batch for plan in plans), default=1)
+    plans = [plan for plan in plans if plan.micro_batch == smallest]
+
+    def candidates(part: ModelShape) -> list[tuple[float, int]]:
+        """(lower bound, number) of each layout that has a layer, the embedding or the head for each stage; the least first."""
+        possible = ((number, plan) for number, plan in enumerate(plans) if plan.pp <= part.num_hidden_layers + 2)
+        return sorted((least_bytes(plan, part, frugal), number) for number, plan in possible)
+
+    def fits(part: ModelShape) -> bool:
+        for bound, number in candidates(part):
+            if bound > room:
+                break
+            if peak_bytes(plans[number], part, frugal, room) <= room and not errors(
+                plans[number], part, cluster, frugal
+            ):
+                return True
+        return False
+
+    def needed() -> float:
+        best = math.inf
+        for bound, number in candidates(shape):
+            if bound > best:
+                break
+            best = min(best, peak_bytes(plans[number], shape, frugal, best))
+        return best
 
     def most(sizes: list[ModelShape]) -> int:
         """How many of `sizes`, ascending, fit."""
         low, high = 0, len(sizes)
         while low < high:
             middle = (low + high) // 2
-            low, high = (middle + 1, high) if least(sizes[middle]) <= room else (low, middle)
+            low, high = (middle + 1, high) if fits(sizes[middle]) else (low, middle)
         return low
 
     by_layers = [replace(shape, num_hidden_layers=n, dense_layers=0) for n in range(1, shape.num_hidden_layers)]
@@ -203,4 +268,4 @@ def _cut(shape: ModelShape, cluster: Cluster, fixed: Mapping[str, int], training
         numbers = [n for n in divisors(shape.num_experts)[:-1] if n >= shape.num_experts_per_tok]
         count = most([replace(shape, num_experts=n) for n in numbers])
         experts = numbers[count - 1] if count else 0
-    return Cut(most(by_layers), experts, least(shape))
+    return Cut(most(by_layers), experts, needed())

@@ -7,7 +7,8 @@ Field names are those of Hugging Face's config.json for Qwen3.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 __all__ = ["ModelShape"]
@@ -75,6 +76,11 @@ class ModelShape:
         step, plain = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
         dense = sum((i + 1) % step != 0 or i in plain for i in layers) if known.get("num_experts") else 0
         return cls(**known, dense_layers=dense)
+
+    @cached_property
+    def one_layer(self) -> "ModelShape":
+        """The same without its number of layers: what does not depend on it is worked out once for all of them."""
+        return replace(self, num_hidden_layers=1, dense_layers=0)
 
     @property
     def moe_layers(self) -> int:

@@ -17,7 +17,7 @@ Sizes = dict[str, Quantity]
 """Bytes by tensor name."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Op:
     """One operation. Names refer to tensors; sizes are in bytes."""
 
@@ -61,22 +61,19 @@ def kept_sizes(ops: Sequence[Op], given: Sizes) -> Sizes:
 
 def replay_forward(ops: Sequence[Op], given: Sizes, keep: bool, results: Iterable[str] = ()) -> Moment:
     """The largest moment of the forward pass. With keep=False nothing is kept (a checkpointed block, or evaluation)."""
-    sizes = _all_sizes(ops, given)
-    results = set(results)
     last = {name: i for i, op in enumerate(ops) for name in (*op.reads, *op.keeps)}
-    kept: set[str] = set()
-    live = dict(given)
+    stay = {*results, *(name for name in given if name not in last)}  # what nobody reads is held by the caller
+    if keep:
+        stay.update(name for op in ops for name in (*op.keeps, *op.keeps_new))
+    live = _Live(given)
     peak = Moment("", -1.0, {})
     for i, op in enumerate(ops):
-        new = {**op.makes, **op.keeps_new}
-        live.update(new)
-        peak = _larger(peak, op.name, live, {f"scratch of {op.name}": op.scratch})
-        if keep:
-            kept.update(op.keeps, op.keeps_new)
-        for name in [n for n in live if n not in kept and n not in results and last.get(n, -1) <= i and n in sizes]:
-            if name in given and last.get(name, -1) < 0:
-                continue  # nobody's input: held by the caller
-            del live[name]
+        for new in (op.makes, op.keeps_new):
+            for name, size in new.items():
+                live.add(name, size)
+        peak = live.larger(peak, op.name, {f"scratch of {op.name}": op.scratch})
+        for name in [n for n in live.sizes if n not in stay and last.get(n, -1) <= i]:
+            live.drop(name)
     return peak
 
 
@@ -90,10 +87,9 @@ def replay_backward(ops: Sequence[Op], given: Sizes, gradient: str) -> Moment:
     for i, op in reversed(list(enumerate(ops))):
         for name in (*op.keeps, *op.keeps_new):
             keepers[name] = i  # the first operation to keep it is the last to need it
-    live: Sizes = {name: sizes[name] for name in keepers}
-    live[f"gradient of {gradient}"] = sizes[gradient]
+    live = _Live({name: sizes[name] for name in keepers})
+    live.add(f"gradient of {gradient}", sizes[gradient])
     grads = {gradient}
-    shared: set[str] = set()
     peak = Moment("", -1.0, {})
     for i in range(len(ops) - 1, -1, -1):
         op = ops[i]
@@ -103,25 +99,45 @@ def replay_backward(ops: Sequence[Op], given: Sizes, gradient: str) -> Moment:
             for name in op.reads:
                 if name in grads:
                     extra[f"second gradient of {name}"] = sizes[name]
-                elif op.alias:
-                    shared.add(name)
-                    live[f"gradient of {name}"] = ZERO
                 else:
-                    live[f"gradient of {name}"] = sizes[name]
+                    live.add(f"gradient of {name}", ZERO if op.alias else sizes[name])
                 grads.add(name)
             if op.weight.value:
-                live[f"parameter gradient of {op.name}"] = op.weight
-            peak = _larger(peak, f"{op.name} backward", live, extra)
+                live.add(f"parameter gradient of {op.name}", op.weight)
+            peak = live.larger(peak, f"{op.name} backward", extra)
         for name in outs:
-            if op.alias and op.reads:
-                live[f"gradient of {op.reads[0]}"] = live.get(f"gradient of {op.reads[0]}", ZERO) + live.pop(
-                    f"gradient of {name}"
-                )
-            else:
-                live.pop(f"gradient of {name}", None)
+            size = live.drop(f"gradient of {name}")
+            if op.alias and op.reads:  # the first input's is the output's
+                live.add(f"gradient of {op.reads[0]}", live.drop(f"gradient of {op.reads[0]}") + size)
         for name in [n for n, keeper in keepers.items() if keeper == i]:
-            live.pop(name, None)
+            live.drop(name)
     return peak
+
+
+class _Live:
+    """The tensors that live, and their sum."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.sizes = dict(sizes)
+        self.total = sum(size.value for size in sizes.values())
+
+    def add(self, name: str, size: Quantity) -> None:
+        self.drop(name)
+        self.sizes[name] = size
+        self.total += size.value
+
+    def drop(self, name: str) -> Quantity:
+        """Its size; ZERO when it does not live."""
+        size = self.sizes.pop(name, ZERO)
+        self.total -= size.value
+        return size
+
+    def larger(self, peak: Moment, where: str, extra: Sizes) -> Moment:
+        """This moment, with `extra`, if it is larger than `peak`."""
+        total = self.total + sum(size.value for size in extra.values())
+        if total <= peak.bytes:
+            return peak
+        return Moment(where, total, {**self.sizes, **{name: size for name, size in extra.items() if size.value}})
 
 
 def _all_sizes(ops: Sequence[Op], given: Sizes) -> Sizes:
@@ -130,10 +146,3 @@ def _all_sizes(ops: Sequence[Op], given: Sizes) -> Sizes:
         sizes.update(op.makes)
         sizes.update(op.keeps_new)
     return sizes
-
-
-def _larger(peak: Moment, where: str, live: Sizes, extra: Sizes) -> Moment:
-    total = sum(q.value for q in live.values()) + sum(q.value for q in extra.values())
-    if total <= peak.bytes:
-        return peak
-    return Moment(where, total, {**live, **{name: q for name, q in extra.items() if q.value}})

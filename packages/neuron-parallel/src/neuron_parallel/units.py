@@ -50,9 +50,9 @@ class Part:
         return Quantity(self.split, f"P(split of {self.name})") * bytes_each if self.ranks > 1 and self.split else ZERO
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Unit:
-    """A unit of FSDP: the dense parameters, and with expert parallel the experts."""
+    """A unit of FSDP: the dense parameters, and with expert parallel the experts. One object for equal ones (`fsdp_unit`)."""
 
     name: str
     parts: tuple[Part, ...]
@@ -67,9 +67,14 @@ class Unit:
         return sum(part.gathered for part in self.parts)
 
 
-@lru_cache(maxsize=8192)
 def fsdp_unit(shape: ModelShape, plan: ParallelPlan, name: UnitName, moe: bool) -> Unit:
     """The unit of that name under a resolved plan."""
+    return _unit(shape.one_layer, plan.dp_shard, plan.cp, plan.tp, plan.ep, name, moe)
+
+
+@lru_cache(maxsize=8192)
+def _unit(shape: ModelShape, dp_shard: int, cp: int, tp: int, ep: int, name: UnitName, moe: bool) -> Unit:
+    plan = ParallelPlan(dp_shard=dp_shard, cp=cp, tp=tp, ep=ep)
     rows = list(unit_numbers(parameters(shape, moe), plan, name))
     owned = sum(held for _, held, _ in rows)
     if name == "head" and shape.tie_word_embeddings:

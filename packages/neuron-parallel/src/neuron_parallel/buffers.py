@@ -1,0 +1,94 @@
+"""What FSDP2 holds of a unit beside its sharded parameters: gathered parameters, flat buffers, gradients on their way.
+
+In forward, a unit's flat all-gather output lives on until the next unit is gathered, beside the copy it computes with. Where a group
+has one rank there is no flat buffer, but a cast of each parameter in turn.
+"""
+
+from functools import lru_cache
+
+from neuron_parallel.quantity import Quantity
+from neuron_parallel.report import Entry, Group
+from neuron_parallel.units import Part, Unit
+
+__all__ = ["Buffers", "buffers", "reduction"]
+
+
+class Buffers:
+    """A unit's tensor groups for the bytes of a computed (a), reduced (r) and held (p) element."""
+
+    def __init__(self, unit: Unit, a: int, r: int, p: int) -> None:
+        self.unit = unit
+        self.a, self.r, self.p = Quantity(a, "a"), Quantity(r, "r"), Quantity(p, "p")
+        parts, shared = unit.parts, [part for part in unit.parts if part.ranks > 1]
+        cast = a != p
+        gathered, reducing, held = "gathered parameters", "gradient buffers", unit.held(self.p)
+        self.parameters = Group.of(Entry("parameters", unit.name, held))
+        self.moments = Group((2, Entry("moments", unit.name, held)))
+        self.roots = Group.of(Entry("working", f"roots of {unit.name}'s second moments", held))
+        self.gathered = Group.of(*(Entry(gathered, part.name, part.full(self.a)) for part in parts))
+        self.flat = Group.of(*(self._flat(part) for part in shared))
+        """All-gather outputs."""
+        self.last_flat = Group.of(self._flat(parts[-1]))
+        """Of the unit's last gather, which lives until the next unit's."""
+        self.copied = Group.of(
+            *(Entry(gathered, f"split {part.name}", part.splits(self.a)) for part in parts),
+            *(
+                Entry(gathered, f"cast of the last of {part.name}", part.lasts(self.a))
+                for part in parts
+                if cast and part.ranks == 1
+            ),
+        )
+        """While it is gathered: experts that are divided by another dimension than the first, once more; without a group, the cast
+        of the last parameter."""
+        casts = [Entry(gathered, f"cast of {part.name}", part.reduced(self.a)) for part in shared if cast]
+        self.ahead = Group((1, self.flat), *((1, entry) for entry in casts))
+        """When its gather has only begun: flat buffers, and the cast of this core's share."""
+        self.unreduced = Group.of(*(self._gradients(part, self.a) for part in parts))
+        self.summed = Group.of(
+            *(Entry(reducing, f"unreduced gradients of {part.name}", part.full(self.r)) for part in parts)
+        )
+        """Over the micro-batches of a pipeline."""
+        self.inputs = Group.of(*(self._input(part) for part in parts))
+        """Of reduce-scatters in flight."""
+        self.reduced = Group.of(*(Entry("gradients", part.name, part.reduced(self.p)) for part in parts))
+
+    def _reduction(self, each: Quantity) -> list[tuple[str, Group]]:
+        """See the function of that name. `each`: bytes of an element of the gradients."""
+        before: list[Entry] = []
+        moments = []
+        for number in range(len(self.unit.parts) - 1, -1, -1):
+            part = self.unit.parts[number]
+            waiting = [self._gradients(other, each) for other in self.unit.parts[: number + 1]]
+            moments.append(("copy in", Group.of(*before, *waiting, self._input(part))))
+            out = Entry("gradient buffers", f"reduced gradients of {part.name}", part.reduced(self.r))
+            if part.ranks == 1:  # no collective: a copy, divided
+                other = Entry("gradient buffers", f"divided gradients of {part.name}", part.full(self.r))
+            else:  # the last parameter's gradient is still referred to
+                other = Entry("gradient buffers", f"gradient of the last of {part.name}", part.lasts(each))
+            moments.append(("reduced", Group.of(*before, *waiting[:-1], other, out, self._input(part))))
+            before = [self._input(part), Entry("gradients", part.name, part.reduced(self.p))]
+        return moments
+
+    def _flat(self, part: Part) -> Entry:
+        return Entry("gathered parameters", f"{part.name}, as gathered", part.flat(self.a))
+
+    def _gradients(self, part: Part, each: Quantity) -> Entry:
+        return Entry("gradient buffers", f"gradients of {part.name}", part.full(each))
+
+    def _input(self, part: Part) -> Entry:
+        return Entry("gradient buffers", f"reduce-scatter input of {part.name}", part.full(self.r))
+
+
+@lru_cache(maxsize=8192)
+def buffers(unit: Unit, a: int, r: int, p: int) -> Buffers:
+    """One object for equal ones."""
+    return Buffers(unit, a, r, p)
+
+
+@lru_cache(maxsize=8192)
+def reduction(of: Buffers, summed: bool = False) -> list[tuple[str, Group]]:
+    """FSDP's post-backward, part by part, experts first: gradients copied into the reduce-scatter's input, then its output.
+
+    `summed`: gradients were added up in the reduced dtype before.
+    """
+    return of._reduction(of.r if summed else of.a)

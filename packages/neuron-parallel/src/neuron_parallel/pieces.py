@@ -1,0 +1,197 @@
+"""What a decoder layer, and final norm, head and loss, keep and need: results of their tapes, which depend on no data-parallel degree."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from neuron_parallel.blocks import before_head, block, embedding, head_and_loss
+from neuron_parallel.plan import ParallelPlan, Training
+from neuron_parallel.report import Entry, Group, Snapshot
+from neuron_parallel.shape import ModelShape
+from neuron_parallel.symbols import Symbols
+from neuron_parallel.tape import Moment, Op, Sizes, kept_sizes, replay_backward, replay_forward
+
+__all__ = [
+    "Embedded",
+    "Layer",
+    "Loss",
+    "embedded",
+    "kept",
+    "layer",
+    "loss",
+]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A decoder layer."""
+
+    kept: Group
+    """Between forward and backward."""
+    forward: Group
+    forward_at: str
+    recompute: Group | None
+    recompute_at: str
+    backward: Group
+    backward_at: str
+
+
+def layer(plan: ParallelPlan, shape: ModelShape, training: Training, moe: bool) -> Layer:
+    """One of a model's layers, with experts (`moe`) or without."""
+    return _layer(plan.without_dp, shape.one_layer, training, moe)
+
+
+def kept(plan: ParallelPlan, shape: ModelShape, training: Training, moe: bool) -> Group:
+    """`layer(...).kept` for less work."""
+    return _kept(plan.without_dp, shape.one_layer, training, moe)
+
+
+def embedded(plan: ParallelPlan, shape: ModelShape, training: Training) -> "Embedded":
+    """The embedding."""
+    return _embedded(plan.without_dp, shape.one_layer, training.without_mode)
+
+
+def loss(plan: ParallelPlan, shape: ModelShape, training: Training) -> "Loss":
+    """The model's end."""
+    return _loss(plan.without_dp, shape.one_layer, training.without_mode)
+
+
+@dataclass(frozen=True)
+class _Tape:
+    """A layer played in every mode."""
+
+    parts: dict[str, str]
+    keeping: Moment
+    """Forward, keeping what the backward pass needs."""
+    bare: Moment
+    """Forward, keeping nothing."""
+    backward: Moment
+    backward_group: Group
+    recompute_group: Group
+
+
+@lru_cache(maxsize=8192)
+def _ops(plan: ParallelPlan, shape: ModelShape, training: Training, moe: bool) -> tuple[list[Op], Sizes]:
+    """A layer's operations, the same in every mode (`training` has none), and its input."""
+    s = Symbols.of(plan, shape, training)
+    return block(s, training, moe), {"x": s.t * s.D * s.a}
+
+
+@lru_cache(maxsize=8192)
+def _tape(plan: ParallelPlan, shape: ModelShape, training: Training, moe: bool) -> _Tape:
+    ops, x = _ops(plan, shape, training, moe)
+    parts = _parts(ops)
+    keeping, backward = replay_forward(ops, x, True, ("y",)), replay_backward(ops, x, "y")
+    return _Tape(
+        parts,
+        keeping,
+        replay_forward(ops, x, False, ("y",)),
+        backward,
+        _named(backward.live, parts, {*parts, "x"}),
+        _named(keeping.live, parts, parts),
+    )
+
+
+@lru_cache(maxsize=8192)
+def _kept(plan: ParallelPlan, shape: ModelShape, training: Training, moe: bool) -> Group:
+    ops, sizes = _ops(plan, shape, training.without_mode, moe)
+    if training.checkpointing == "none":
+        sizes = kept_sizes(ops, sizes)
+    elif training.checkpointing != "full":
+        linears = training.checkpointing == "linears"
+        saved = [op for op in ops if op.selective or (op.linear and linears)]
+        sizes = sizes | {name: size for op in saved for name, size in op.makes.items()}
+    parts = _parts(ops)
+    return Group.of(*(Entry(parts.get(name, "activations"), name, size) for name, size in sizes.items()))
+
+
+@lru_cache(maxsize=8192)
+def _layer(plan: ParallelPlan, shape: ModelShape, training: Training, moe: bool) -> Layer:
+    tape = _tape(plan, shape, training.without_mode, moe)
+    none = training.checkpointing == "none"
+    saved = _kept(plan, shape, training, moe)
+    sizes = {entry.name: entry.size for entry in Snapshot("", ((1, saved),)).entries}
+    forward = tape.keeping if none else tape.bare
+    return Layer(
+        kept=saved,
+        forward=_named(forward.live if none else sizes | forward.live, tape.parts, sizes),
+        forward_at=forward.where,
+        recompute=None if none else tape.recompute_group,
+        recompute_at=tape.keeping.where,
+        backward=tape.backward_group,
+        backward_at=tape.backward.where,
+    )
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """The embedding's look-up."""
+
+    kept: tuple[Entry, ...]
+    backward: Group
+    """Without its own gradient, which is FSDP's."""
+
+
+@lru_cache(maxsize=4096)
+def _embedded(plan: ParallelPlan, shape: ModelShape, training: Training) -> Embedded:
+    ops = embedding(Symbols.of(plan, shape, training))
+    live = replay_backward(ops, {}, "x").live
+    live = {name: size for name, size in live.items() if not name.startswith("parameter")}
+    kept = tuple(Entry("activations", name, size) for name, size in kept_sizes(ops, {}).items())
+    return Embedded(kept, _named(live, _parts(ops), ()))
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What final norm, head and loss keep and need: results of their tapes."""
+
+    kept: Group
+    """By the final norm and for the head, beside the logits."""
+    moments: tuple[tuple[str, Group], ...]
+    after_forward: Group
+    """What the model's own forward pass keeps: a chunked loss has not begun then."""
+
+
+@lru_cache(maxsize=4096)
+def _loss(plan: ParallelPlan, shape: ModelShape, training: Training) -> Loss:
+    s = Symbols.of(plan, shape, training)
+    before, ops = before_head(s, training), head_and_loss(s, training)
+    parts = _parts(ops)
+    saved = kept_sizes(before, {"y": s.t * s.D * s.a})
+    logits = {} if training.loss_chunks > 1 else kept_sizes(ops, {})
+
+    def group(sizes: Sizes) -> Group:
+        return Group.of(*(Entry(parts.get(name, "activations"), name, size) for name, size in sizes.items()))
+
+    logits_alone = {"logits": ops[0].makes["logits"]}
+    still = replace(ops[1], keeps=(*ops[1].keeps, *ops[0].keeps))
+    moments = (
+        replay_forward(ops, {}, True),
+        replay_backward([still, *ops[2:]], logits_alone, "loss"),
+        replay_backward(ops, {}, "loss"),
+    )
+    return Loss(
+        kept=group(saved),
+        moments=tuple((moment.where, _named(moment.live, parts, parts)) for moment in moments),
+        after_forward=group({name: size for name, size in (saved | logits).items() if "chunks" not in name}),
+    )
+
+
+def _parts(ops: Iterable[Op]) -> dict[str, str]:
+    return {name: op.part for op in ops for name in (*op.makes, *op.keeps_new)}
+
+
+def _named(live: Sizes, parts: dict[str, str], kept: Iterable[str]) -> Group:
+    """A tape's moment: what is kept under its own part, parameter gradients as buffers, logits' sizes as such, the rest as working
+    memory."""
+    kept = set(kept)
+    found = []
+    for name, size in live.items():
+        if name.startswith("parameter gradient"):
+            part = "gradient buffers"
+        elif parts.get(name.removeprefix("gradient of ")) == "logits" or name.startswith("scratch of loss"):
+            part = "logits"
+        else:
+            part = parts.get(name, "activations") if name in kept else "working"
+        found.append(Entry(part, name, size))
+    return Group.of(*found)
