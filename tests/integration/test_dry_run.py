@@ -1,6 +1,10 @@
 """Contract: `apps/train RECIPE --dry-run` needs no device: it prints the mesh, the memory and the shapes of the whole planned world,
 and a plan that cannot work is refused with every reason before a rank starts."""
 
+import pytest
+from titan_recipes import planning
+from titan_recipes.errors import UserError
+
 from integration.app import fork_app
 
 DRY = ("debug", "--dry-run", "--validator.no-enable")
@@ -23,8 +27,29 @@ def test_a_plan_that_cannot_work_is_refused_with_every_reason(tmp_path):
     assert "tp 4 does not divide num_key_value_heads 2" in ended.out and "tied embeddings" in ended.out
 
 
-def test_an_unknown_machine_is_refused_by_name_and_a_run_takes_none(tmp_path):
+def test_an_unknown_machine_is_refused_by_name_and_a_run_on_cpu_takes_none(tmp_path):
     ended = fork_app(*DRY, "--instance", "trn1.32xlarge", cwd=tmp_path)
     assert ended.code == 2 and "'trn1.32xlarge' is not in the table" in ended.out
     ended = fork_app("debug", "--instance", "trn2.48xlarge", cwd=tmp_path)
     assert ended.code == 2 and "--dry-run" in ended.out
+
+
+def test_the_machine_whose_memory_counts_is_named_by_the_user_else_by_itself_else_said_to_be_assumed(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(planning, "PRODUCT", tmp_path / "product_name")
+    assert _said(None) == ("trn2.48xlarge", "assumed")
+    (tmp_path / "product_name").write_text("trn2.3xlarge\n")
+    assert _said(None) == ("trn2.3xlarge", "calls itself")
+    assert _said("trn2-ultraserver") == ("trn2-ultraserver", "--instance")
+    (tmp_path / "product_name").write_text("Standard PC\n")
+    assert _said(None) == ("trn2.48xlarge", "assumed")
+    with pytest.raises(UserError, match="not in the table"):
+        planning._machine("trn9")
+
+
+def _said(name):
+    machine, source = planning._machine(name)
+    return machine.name, next(
+        word for word in ("assumed", "calls itself", "--instance says") if word in source
+    ).removesuffix(" says")

@@ -128,6 +128,12 @@ def test_sizes_that_the_kernels_refuse_are_an_error_with_the_numbers_where_kerne
         check_overrides(config(kernel("rope"), model=replace(SIZES, head_dim=514)), "neuron", planned=True)
 
 
+def test_rope_under_tensor_parallelism_is_refused_where_it_would_get_dtensors():
+    made = config(kernel("rope"), tensor_parallel_degree=2, spmd_backend="partial_dtensor")
+    with pytest.raises(UserError, match="use spmd_types"):
+        check_overrides(made, "cpu")
+
+
 def test_a_backend_that_is_not_there_is_an_error_with_the_remedy(monkeypatch):
     monkeypatch.setenv("NKI_MOE_BACKEND", "nki")
     with pytest.raises(UserError, match=r"(?s)NKI_MOE_BACKEND=nki asks.*NKI_MOE_BACKEND=torch.*--route native"):

@@ -22,7 +22,6 @@ from torchtitan.models.common.moe import MoE
 FOLDER = Path(__file__).parents[2] / "recipes"
 RECIPES = {recipe.name: recipe for recipe in list_recipes(FOLDER)}
 ON_TRN2 = [name for name, recipe in RECIPES.items() if Path(recipe.source).stem in ("qwen3", "qwen3_moe")]
-DENSE = [name for name in ON_TRN2 if Path(RECIPES[name].source).stem == "qwen3"]
 CORE_GIB = 24
 ROOM = 0.9
 
@@ -78,7 +77,7 @@ def test_a_recipes_docstring_says_its_cores_tokens_mask_memory_and_what_it_was_c
     assert config.model_spec.flavor in doc or "qwen3_8b_pretrain" in doc
 
 
-@pytest.mark.parametrize("name", DENSE)  # mixtures: when planning has the gathering dispatcher's formulas
+@on_trn2
 def test_the_planner_accepts_a_recipe_and_its_formulas_give_the_memory_that_the_rehearsal_saw(name):
     """Two ways to the figure: tensors of a rehearsed step in the docstring, neuron-parallel's formulas here."""
     config = recipe(name)()
@@ -87,7 +86,9 @@ def test_the_planner_accepts_a_recipe_and_its_formulas_give_the_memory_that_the_
     check_plan(config, world, "neuron")
     plan, shape, how = plan_of(config, world)
     said = float(re.search(r"([\d.]+) GiB per core", recipe(name).__doc__)[1])
-    assert memory(plan, shape, how).peak.bytes / 2**30 == pytest.approx(said, rel=0.15)
+    # With few layers backward's end is the highest moment; there the rehearsal adds the gradients of former micro-batches once more.
+    bound = 0.15 if shape.num_hidden_layers > 4 else 0.2
+    assert memory(plan, shape, how).peak.bytes / 2**30 == pytest.approx(said, rel=bound)
 
 
 @on_trn2

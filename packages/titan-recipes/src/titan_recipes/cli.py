@@ -85,7 +85,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dry-run", action="store_true", help="no device, no training: print mesh, memory and shapes as planned"
     )
-    parser.add_argument("--instance", metavar="X", help="for --dry-run: the machine (default: trn2.48xlarge)")
+    parser.add_argument(
+        "--instance",
+        metavar="X",
+        help="the machine that memory is checked for (default: the one this is, else trn2.48xlarge)",
+    )
     parser.add_argument("--profile", action="store_true", help="write a torch profiler trace of one step")
     parser.add_argument(
         "--allow-untested",
@@ -105,8 +109,6 @@ def _main(arguments: list[str], recipes: Path) -> int:
     if options.list:
         _print_list(recipes)
         return 0
-    if options.instance and not options.dry_run:
-        raise UserError("--instance says what a --dry-run is planned for; a run takes the machine that it is on.")
     name = rest.pop(0) if named else DEFAULT_RECIPE
     if options.nproc is not None and options.nproc < 1:
         raise UserError(f"--nproc {options.nproc} is not a number of ranks; give 1 or more.")
@@ -130,6 +132,8 @@ def _main(arguments: list[str], recipes: Path) -> int:
     set_up_logging(None, console=first)
 
     device = choose_device("cpu" if options.dry_run else options.device)
+    if options.instance and not options.dry_run and device != "neuron":
+        raise UserError(f"--instance is for Neuron's memory, or a --dry-run; this run is on {device}.")
     folder = options.dump_folder or _run_folder(recipe, options.resume, under_torchrun)
     run_options = Options(
         recipe,
@@ -163,7 +167,7 @@ def _main(arguments: list[str], recipes: Path) -> int:
     world = int(os.environ["WORLD_SIZE"]) if under_torchrun else options.nproc or world_size_of(config)
     overrides = check_overrides(config, device)
     check(config, world, resume=options.resume)
-    check_plan(config, world, device)
+    check_plan(config, world, device, options.instance)
     if first:
         print(
             f"device: {device}{' (chosen by auto)' if options.device == 'auto' else ''}, {world} rank{'s' if world > 1 else ''}"

@@ -157,6 +157,12 @@ def _check_kernel(claims: list[_Claim], config: Any, device: str, planned: bool)
     """What runs in the place of these nodes; ValueError or ModuleNotFoundError when it cannot."""
     provider = claims[0].kwargs.get("provider", "own")
     backend = "nki" if planned else choose(device, provider)
+    p = config.parallelism
+    if claims[0].ov.target_cls is CosSinRoPE.Config and p.tensor_parallel_degree > 1 and p.spmd_backend != "spmd_types":
+        raise ValueError(
+            f"spmd_backend {p.spmd_backend!r} gives it DTensors under tensor parallelism, which nki_moe.rope does not take; use "
+            "spmd_types"
+        )
     refusal = next(filter(None, (_refusal(claim, config, provider) for claim in claims)), None)
     if refusal is not None and backend != "torch":
         raise ValueError(refusal)

@@ -6,10 +6,12 @@ parallelised model under FakeTensorMode, and computes one step of shapes. Nothin
 
 import math
 import time
+from pathlib import Path
 from typing import Any
 
-from neuron_parallel import Cluster, ModelShape, ParallelPlan, Training, instance, memory, validate
+from neuron_parallel import INSTANCES, Cluster, ModelShape, ParallelPlan, Training, instance, memory, validate
 from neuron_parallel.cli import memory_table
+from neuron_parallel.hardware import Instance
 from neuron_parallel.memory import device_allowance
 from neuron_parallel.placement import local_shape, parameters
 
@@ -25,6 +27,8 @@ _DISPATCHERS = {
     "AllToAllTokenDispatcher": "all-to-all",
 }
 _CHECKPOINTING = {"SaveLinears": "linears", "FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "selective"}
+PRODUCT = Path("/sys/devices/virtual/dmi/id/product_name")
+"""EC2 writes the instance type here."""
 
 
 def plan_of(config: Any, world: int) -> tuple[ParallelPlan, ModelShape, Training] | None:
@@ -90,15 +94,29 @@ def _word(config: Any, table: dict[str, str], field: str) -> str:
     )
 
 
-def check_plan(config: Any, world: int, device: str) -> None:
-    """Raise UserError with every rule that the plan breaks; on Neuron also when it cannot fit a core."""
+def check_plan(config: Any, world: int, device: str, name: str | None = None) -> None:
+    """Raise UserError with every rule that the plan breaks; on Neuron also when it cannot fit a core of instance `name`."""
     planned = plan_of(config, world)
     if planned is None:
         return
     plan, shape, how = planned
     _refuse(plan, shape, world, how)
     if device == "neuron":
-        _refuse_too_large(plan, shape, how, Cluster(instance(INSTANCE)))
+        machine, source = _machine(name)
+        say(f"memory is checked for {machine.name}, {source}")
+        _refuse_too_large(plan, shape, how, Cluster(machine))
+
+
+def _machine(name: str | None) -> tuple[Instance, str]:
+    """The instance and who says so: the user, else the machine, else nobody."""
+    try:
+        if name:
+            return instance(name), "as --instance says"
+        if PRODUCT.is_file() and (called := PRODUCT.read_text().strip()) in INSTANCES:
+            return instance(called), "as this machine calls itself"
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    return instance(INSTANCE), "which is assumed: this machine does not say what it is; --instance does"
 
 
 def _refuse(plan: ParallelPlan, shape: ModelShape, cluster: Cluster | int, how: Training) -> None:
