@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from neuron_parallel.plan import ParallelPlan, Training, errors
+from neuron_parallel.plan import TORCHTITAN_NAMES, ParallelPlan, Training, errors
 from neuron_parallel.shape import ModelShape
 
 from integration.tensor_bytes import TensorBytes
@@ -78,14 +78,8 @@ def config_of(plan: ParallelPlan, shape: ModelShape, training: Training, folder:
             disable_cuda_graphs=True,
         ),
         parallelism=ParallelismConfig(
-            data_parallel_replicate_degree=plan.dp_replicate,
-            data_parallel_shard_degree=plan.dp_shard,
-            tensor_parallel_degree=plan.tp,
-            context_parallel_degree=plan.cp,
-            pipeline_parallel_degree=plan.pp,
             pipeline_parallel_microbatch_size=plan.micro_batch,
-            expert_parallel_degree=plan.ep,
-            enable_sequence_parallel=plan.sequence_parallel,
+            **{field: getattr(plan, name) for name, field in TORCHTITAN_NAMES.items()},
             fsdp_reshard_after_forward=training.reshard,
         ),
         optimizer=default_adamw(lr=1e-3),

@@ -31,7 +31,7 @@ def _router(s: Symbols, x: str) -> list[Op]:
     scores = m * E * 4
     fp32: Sizes = {"h in fp32": m * D * 4, "gate weight in fp32": E * D * 4} if a.value == 2 else {}
     return [
-        Op("gate", (x,), {"gate": scores}, (x,), fp32, weight=E * D * a, linear=True),
+        Op("gate", (x,), {"gate": scores}, () if fp32 else (x,), fp32, weight=E * D * a, linear=True),
         Op("softmax", ("gate",), {"probabilities": scores}, ("probabilities",)),
         Op("top-k", (), {"expert ids": m * s.k * 8, "top values": m * s.k * 4}, scratch=m * E, selective=True),
         Op("chosen weights", ("probabilities",), {"chosen": m * s.k * 4}, ("expert ids",)),

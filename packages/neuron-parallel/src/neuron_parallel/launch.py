@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Sequence
 
 from neuron_parallel.hardware import Cluster
-from neuron_parallel.plan import ParallelPlan
+from neuron_parallel.plan import TORCHTITAN_NAMES, ParallelPlan
 
 __all__ = ["check_visible_cores", "degrees_as_arguments", "environment", "launch_files", "torchrun"]
 
@@ -59,13 +59,11 @@ def degrees_as_arguments(plan: ParallelPlan) -> tuple[str, ...]:
     """The plan as TorchTitan's options, those that differ from its defaults."""
     local = plan.micro_batch * (plan.micro_batches if plan.pp > 1 else 1)
     options = {
-        "parallelism.data_parallel_replicate_degree": (plan.dp_replicate, 1),
-        "parallelism.data_parallel_shard_degree": (plan.dp_shard, -1),
-        "parallelism.context_parallel_degree": (plan.cp, 1),
-        "parallelism.tensor_parallel_degree": (plan.tp, 1),
-        "parallelism.pipeline_parallel_degree": (plan.pp, 1),
+        **{
+            f"parallelism.{TORCHTITAN_NAMES[name]}": (getattr(plan, name), -1 if name == "dp_shard" else 1)
+            for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+        },
         "parallelism.pipeline_parallel_microbatch_size": (plan.micro_batch if plan.pp > 1 else 1, 1),
-        "parallelism.expert_parallel_degree": (plan.ep, 1),
         "training.local_batch_size": (local, 0),
         "training.global_batch_size": (plan.global_batch, -1),
         "training.seq_len": (plan.seq_len, 0),

@@ -44,15 +44,17 @@ def device_allowance(cluster: Cluster) -> float:
     return cluster.hbm_bytes * (1 - USABLE / (24 << 30))
 
 
-def memory(plan: ParallelPlan, shape: ModelShape, training: Training | None = None) -> Memory:
-    """The memory of one core under a resolved plan (dp_shard and global_batch filled in).
+def memory(plan: ParallelPlan, shape: ModelShape, training: Training | None = None, stage: int | None = None) -> Memory:
+    """The memory of one core under a resolved plan (dp_shard and global_batch filled in), of a pipeline's `stage` (None: of the one
+    that needs most).
 
     Sizes that do not divide evenly count as on the rank that holds most. Raises ValueError for an unresolved plan.
     """
     if plan.dp_shard < 1 or plan.global_batch < 1:
         raise ValueError(f"resolve the plan first: dp_shard {plan.dp_shard}, global_batch {plan.global_batch}")
     training = training or Training()
-    reports = (_Stage(plan, shape, training, stage).memory() for stage in _stages(plan))
+    stages = _stages(plan) if stage is None else (stage,)
+    reports = (_Stage(plan, shape, training, stage).memory() for stage in stages)
     return max(reports, key=lambda report: report.peak.bytes)
 
 

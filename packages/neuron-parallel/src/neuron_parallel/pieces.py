@@ -53,7 +53,7 @@ def embedded(plan: ParallelPlan, shape: ModelShape, training: Training) -> "Embe
 
 def loss(plan: ParallelPlan, shape: ModelShape, training: Training) -> "Loss":
     """The model's end."""
-    return _loss(plan.without_dp, shape.one_layer, training.without_mode)
+    return _loss(plan.without_dp, shape.one_layer, training.without_mode, plan.pp > 1)
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,11 @@ class Loss:
 
 
 @lru_cache(maxsize=4096)
-def _loss(plan: ParallelPlan, shape: ModelShape, training: Training) -> Loss:
+def _loss(plan: ParallelPlan, shape: ModelShape, training: Training, piped: bool) -> Loss:
     s = Symbols.of(plan, shape, training)
     before, ops = before_head(s, training), head_and_loss(s, training)
+    if piped:  # a pipeline's schedule holds what a stage put out until its backward pass is done
+        ops[0] = replace(ops[0], keeps=("logits",))
     parts = _parts(ops)
     saved = kept_sizes(before, {"y": s.t * s.D * s.a})
     logits = {} if training.loss_chunks > 1 else kept_sizes(ops, {})

@@ -22,7 +22,28 @@ from typing import Literal
 from neuron_parallel.hardware import Cluster
 from neuron_parallel.shape import ModelShape
 
-__all__ = ["Finding", "ParallelPlan", "Training", "divisors", "errors", "expert_shard_dim", "stage_layers", "validate"]
+__all__ = [
+    "TORCHTITAN_NAMES",
+    "Finding",
+    "ParallelPlan",
+    "Training",
+    "divisors",
+    "errors",
+    "expert_shard_dim",
+    "stage_layers",
+    "validate",
+]
+
+TORCHTITAN_NAMES = {
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+    "pp": "pipeline_parallel_degree",
+    "ep": "expert_parallel_degree",
+    "sequence_parallel": "enable_sequence_parallel",
+}
+"""Fields of a plan, and of TorchTitan's ParallelismConfig."""
 
 
 @dataclass(frozen=True, kw_only=True)

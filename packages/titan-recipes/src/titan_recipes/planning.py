@@ -14,6 +14,7 @@ from neuron_parallel.cli import memory_table
 from neuron_parallel.hardware import Instance
 from neuron_parallel.memory import device_allowance
 from neuron_parallel.placement import local_shape, parameters
+from neuron_parallel.plan import TORCHTITAN_NAMES
 
 from .errors import UserError
 from .logs import say
@@ -39,13 +40,7 @@ def plan_of(config: Any, world: int) -> tuple[ParallelPlan, ModelShape, Training
     p, t = config.parallelism, config.training
     piped = p.pipeline_parallel_degree > 1
     plan = ParallelPlan(
-        dp_replicate=p.data_parallel_replicate_degree,
-        dp_shard=p.data_parallel_shard_degree,
-        cp=p.context_parallel_degree,
-        tp=p.tensor_parallel_degree,
-        pp=p.pipeline_parallel_degree,
-        ep=p.expert_parallel_degree,
-        sequence_parallel=p.enable_sequence_parallel,
+        **{name: getattr(p, field) for name, field in TORCHTITAN_NAMES.items()},
         micro_batch=p.pipeline_parallel_microbatch_size if piped else t.local_batch_size,
         seq_len=t.seq_len,
     ).resolve(world)
