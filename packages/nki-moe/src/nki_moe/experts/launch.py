@@ -1,4 +1,4 @@
-"""The operators' functions with the kernels doing the work, as experts.host does it in torch.
+"""The operators' functions with the kernels doing the work, as experts.torch_path does it in torch.
 
 How a kernel is started is the last argument: on nki-sim, or on Trainium (neuron.py).
 """
@@ -32,7 +32,7 @@ def forward(
     save: bool,
     run: Callable[..., Any] = simulated.run,
 ) -> tuple[Tensor, Tensor]:
-    """As experts.host.forward."""
+    """The output, [R, D] or [T, D] when fused, and what backward needs (`saved_shape`; empty unless `save`)."""
     from nki_moe.experts.kernel_forward import forward
 
     rows = x.shape[0] if order_R is None else order_R.shape[0]
@@ -61,7 +61,7 @@ def backward_data(
     saved: Tensor,
     run: Callable[..., Any] = simulated.run,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As experts.host.backward_data."""
+    """Gradients of the rows or tokens and of the scores (empty unless fused), and those of gate and up for `backward_weights`."""
     from nki_moe.experts.kernel_backward_data import backward_data
 
     rows = dy.shape[0] if order_R is None else order_R.shape[0]
@@ -94,7 +94,7 @@ def backward_weights(
     dgu: Tensor,
     run: Callable[..., Any] = simulated.run,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As experts.host.backward_weights."""
+    """Gradients of w1, w2, w3 in their layouts, added up in float32 and rounded once."""
     from nki_moe.experts.kernel_backward_weights import backward_weights
 
     rows = x.shape[0] if order_R is None else order_R.shape[0]
