@@ -79,7 +79,9 @@ def backward(
             dh = times(rows.read(dy, span), w2_EDF[e])
             g, u = (kept_RF[span].to(dh.dtype) for kept_RF in saved_2RF)
             s = F.silu(g)
-            if rows.scores_R is not None:  # <dy, y> = <dy w2, h>: the score's gradient without y
+            if (
+                rows.scores_R is not None and order_R is not None
+            ):  # <dy, y> = <dy w2, h>: the score's gradient without y
                 dscores.view(-1)[order_R[span]] = (dh * s * u).sum(dim=1).to(dscores.dtype)
                 dh *= rows.scores_R[span, None]
             du_nF[here] = s.mul_(dh)
