@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hf_ckpt_adapter import export_step
 from safetensors.torch import save_file
+from torchtitan.distributed.spmd_types import set_spmd_meshes
 
 from .baselines import bigram_cross_entropy, unigram_cross_entropy
 from .checkpoint import complete_steps, step_folder
@@ -106,6 +107,7 @@ def _check_reload(trainer: Trainer, checkpoint: Path, hf: Path) -> Reload:
     """
     model = _native_model(trainer, checkpoint)
     tokens_BL = _probe_tokens(trainer)
+    set_spmd_meshes(dense_mesh=None, sparse_mesh=None)  # their groups are gone; experts would ask for them
     with torch.no_grad():
         logits_BLV = model(tokens_BL)
     with tempfile.TemporaryDirectory() as folder:
