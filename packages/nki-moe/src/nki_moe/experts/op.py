@@ -192,10 +192,10 @@ def differentiate(ops: Ops) -> tuple[Callable[..., None], Callable[..., Any]]:
         if dy is None:
             return (None,) * 9
         weights = any(ctx.needs_input_grad[2:5])
-        dx, dscores, dw1, dw2, dw3 = ops.backward(dy.contiguous(), *ctx.saved_tensors, weights, ctx.provider)
-        scores_TK = ctx.saved_tensors[6]
+        saved = ctx.saved_tensors  # read once: activation checkpointing gives them once
+        dx, dscores, dw1, dw2, dw3 = ops.backward(dy.contiguous(), *saved, weights, ctx.provider)
         dws = (dw1, dw2, dw3) if weights else (None, None, None)
-        return dx, None, *dws, None, None if scores_TK is None else dscores, None, None
+        return dx, None, *dws, None, None if saved[6] is None else dscores, None, None
 
     return setup_context, backward
 
