@@ -41,9 +41,7 @@ def test_when_nothing_fits_the_largest_cut_that_does_is_named():
     from dataclasses import replace
 
     assert suggest(replace(QWEN3_30B, num_hidden_layers=found.cut.layers), small, fixed={"cp": 1}).choices
-    assert not suggest(
-        replace(QWEN3_30B, num_hidden_layers=found.cut.layers + 1), small, fixed={"cp": 1}
-    ).choices
+    assert not suggest(replace(QWEN3_30B, num_hidden_layers=found.cut.layers + 1), small, fixed={"cp": 1}).choices
 
 
 def test_235b_does_not_fit_one_node_and_does_on_four():
