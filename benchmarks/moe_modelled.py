@@ -266,20 +266,18 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             points = [r for r in rows if r["pass"] == name and r["lnc"] == lnc]
             if not points:
                 continue
-            axes.plot(
-                [r["intensity"] for r in points],
-                [r["ideal"] * PEAK_FLOPS / 1e12 for r in points],
-                marker,
-                fillstyle=fill,  # type: ignore[arg-type]
-                label=f"{name}, LNC={lnc}",
-            )
+            at = [r["intensity"] for r in points]
+            ideal, scheduled = ([r[k] * PEAK_FLOPS / 1e12 for r in points] for k in ("ideal", "scheduled"))
+            label = f"{name}, LNC={lnc}"
+            axes.plot(at, ideal, marker, fillstyle=fill, label=label)  # type: ignore[arg-type]
+            axes.vlines(at, scheduled, ideal, color=axes.lines[-1].get_color(), linewidth=1)
     axes.set(
         xscale="log",
         yscale="log",
         xlabel="useful FLOP per byte that must move",
         ylabel="useful TFLOPS per core, modelled",
     )
-    axes.set_title("Expert MLP of Qwen3-30B-A3B on Trainium2, modelled (ideal overlap)")
+    axes.set_title("Experts of Qwen3-30B-A3B on Trainium2, modelled: ideal, down to scheduled")
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".tmp")
