@@ -113,17 +113,16 @@ class Own:
         return launch.saved_shape(rows, experts, hidden)
 
     def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
-        return launch.forward(*args, run=self.run)
+        return launch.forward(*args, run=self.run)  # type: ignore[misc]  # mypy: *args might be longer
 
     def backward(
         self, dy: Tensor, x: Tensor, counts_E: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        *weights_and_edges, saved, wanted = rest
-        dx, dscores, dgu = launch.backward_data(dy, counts_E, *weights_and_edges, saved, run=self.run)
+        w1, w2, w3, order_R, scores_TK, saved, wanted = rest
+        dx, dscores, dgu = launch.backward_data(dy, counts_E, w1, w2, w3, order_R, scores_TK, saved, self.run)
         if not wanted:
-            return dx, dscores, *(dy.new_empty((0,)) for _ in range(3))
-        edges = weights_and_edges[3:]
-        return dx, dscores, *launch.backward_weights(dy, x, counts_E, *edges, saved, dgu, run=self.run)
+            return dx, dscores, dy.new_empty((0,)), dy.new_empty((0,)), dy.new_empty((0,))
+        return dx, dscores, *launch.backward_weights(dy, x, counts_E, order_R, scores_TK, saved, dgu, self.run)
 
 
 def implementation(device_type: str, provider: str) -> Any:
