@@ -164,6 +164,8 @@ class Ran:
     """None where the layout cannot validate."""
     first_loss: str
     """What was said of the first loss, empty where nothing was."""
+    random_weights: float | None
+    """A number that any other initialisation would change; None with pipeline stages, whose seeds differ."""
 
 
 def make_models(root: Path) -> dict[str, Path]:
@@ -242,6 +244,7 @@ def config_of(folder: Path, route: Route, layout: Layout, run: Path, steps: int)
         dump_folder=str(run),
     )  # fmt: skip
     config.metrics.log_freq = 1
+    config.debug.seed = 1
     use_model(config, folder, route=route.use_model)
     if route.change is not None:
         route.change(config.model_spec)
@@ -259,6 +262,7 @@ def _train(folder: Path, route: Route, layout: Layout, run: Path, steps: int) ->
     import titan_recipes.first_loss
 
     trainer = config_of(folder, route, layout, run, steps).build()
+    random_weights = None if PP in layout.degrees else _fingerprint(trainer.model_parts[0])
     trainer.checkpointer.load(step=-1)
     losses, norms, validation, said = [], [], [], []
     report = trainer.metrics_processor.log
@@ -283,4 +287,13 @@ def _train(folder: Path, route: Route, layout: Layout, run: Path, steps: int) ->
     finally:
         titan_recipes.first_loss.say = say
         trainer.close()
-    return Ran(losses, norms, validation[-1] if validation else None, "".join(said))
+    return Ran(losses, norms, validation[-1] if validation else None, "".join(said), random_weights)
+
+
+def _fingerprint(model: Any) -> float:
+    """All weights, each by its place in the whole tensor."""
+    total = 0.0
+    for parameter in model.parameters():
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        total += float(whole.detach().double().flatten() @ torch.arange(whole.numel(), dtype=torch.float64).cos())
+    return total

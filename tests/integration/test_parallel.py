@@ -1,5 +1,5 @@
-"""Contract: on each route a layout takes the single process's steps: losses, gradient norms, validation; ranks clip by one norm,
-and only the pipeline's last stage speaks of losses. docs/parallelism.md has the whole table, made by parallel_table.py.
+"""Contract: on each route a layout takes the single process's steps: losses, gradient norms, validation, and the random
+weights that they would start from without a checkpoint; ranks clip by one norm, and only the pipeline's last stage speaks of losses. docs/parallelism.md has the whole table, made by parallel_table.py.
 
 CI takes a sample: each kind of parallelism on each route, dense or sparse, in groups of ranks that train several layouts.
 """
@@ -39,6 +39,7 @@ def test_layouts_take_the_steps_of_a_single_process(
     for name, ranks in ran.items():
         cell = compare(layout(name), ranks, reference)
         assert not cell.check(BOUNDS[route.bfloat16]), (name, cell)
+        assert ranks[0].random_weights in (None, pytest.approx(reference.random_weights, rel=1e-9)), name
 
 
 @pytest.mark.soak

@@ -34,6 +34,7 @@ from torchtitan.protocols.module import Module
 from .attention import Mask, MaskedQwen3Model, SDPAttention
 from .balance import share_balance
 from .errors import UserError
+from .initialization import normal_
 from .moe import keep_choices, moe_config
 from .source import Model, find_model
 from .state_dict import BackendStateDictAdapter, NativeStateDictAdapter
@@ -52,7 +53,7 @@ def native(model: Model, *, document_mask: Mask = "block", flavor: str | None = 
     """TorchTitan's own Qwen3 with SDPA. `flavor` is what the run calls it; by default the model's name."""
     source = find_model(model)
     c = source.config
-    init: dict[str, Any] = {"weight": partial(nn.init.normal_, std=c.initializer_range), "bias": nn.init.zeros_}
+    init: dict[str, Any] = {"weight": partial(normal_, std=c.initializer_range), "bias": nn.init.zeros_}
     return ModelSpec(
         name="qwen3",
         flavor=flavor or source.name,

@@ -38,6 +38,7 @@ from transformers import AttentionInterface, AutoConfig, PreTrainedConfig
 
 from .attention import Mask, attention_mask_B1LK
 from .balance import share_balance
+from .initialization import normal_
 from .moe import moe_config
 from .spec import reduce_by_sum_on_gloo
 from .stages import sendable, sends_its_gradient
@@ -54,7 +55,7 @@ def transformers_model_spec(
     config: Qwen3Config, document_mask: Mask, flavor: str, adapter: type[BaseStateDictAdapter]
 ) -> ModelSpec:
     """See `titan_recipes.spec.transformers`."""
-    init = partial(nn.init.normal_, std=config.initializer_range)
+    init = partial(normal_, std=config.initializer_range)
     sparse = [i for i in range(config.num_hidden_layers) if config.is_moe_layer(i)]
     return ModelSpec(
         name="transformers",
@@ -228,7 +229,7 @@ class TransformersQwen3(HFTransformerModel):
             if parameter.dim() == 1:
                 nn.init.ones_(parameter)
             else:
-                nn.init.normal_(parameter, std=self.config.qwen3.initializer_range)
+                normal_(parameter, std=self.config.qwen3.initializer_range)
         for module in self.modules():
             if isinstance(module, MoE):
                 with module._preserve_buffer_spmd_types():
