@@ -95,8 +95,8 @@ def simulated(kernel: Any, lnc: int, *tensors: Tensor, **constants: Any) -> Any:
     What AWS's kernels do against the simulator's rules is recorded rather than raised: backward zeroes the affinities' gradients
     without a barrier before it adds to them. Cores take turns, so that these come out right; other orders are possible.
     """
-    import nki_sim
+    from nki_moe.toolchain import nki
 
-    with nki_sim.checks(record=("unwritten-output", "race", "uninitialized")):
-        program = nki_sim.trace(kernel[lnc], tensors, **constants)
+    with nki.checks(record=("unwritten-output", "race", "uninitialized")):
+        program = nki.trace(kernel[lnc], tensors, **constants)
         return program.run(*tensors, order="alternate", **constants).outputs
