@@ -277,7 +277,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         xlabel="useful FLOP per byte that must move",
         ylabel="useful TFLOPS per core, modelled",
     )
-    axes.set_title("Experts of Qwen3-30B-A3B on Trainium2, modelled: ideal, down to scheduled")
+    axes.set_title("Experts of Qwen3-30B-A3B, modelled on Trainium2\nmarker: ideal; line: down to scheduled", fontsize=10)
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".tmp")
