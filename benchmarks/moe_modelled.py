@@ -196,7 +196,7 @@ def summary(R: int, E: int, routing: str, lnc: int, name: str, part: list[Any], 
 
 def nki_library(checkout: Path, R: int, E: int, block: int) -> list[dict[str, Any]]:
     """AWS's forward, which keeps what its backward needs, and backward."""
-    from nki_moe.nkilib import blockwise
+    from nki_moe.nkilib.layout import blockwise
 
     x, w1, w2, w3 = problem(R, E)
     inputs = blockwise(x, counts_of(R, E), w1, w2, w3, block)._asdict() | {"block_size": block}
@@ -277,7 +277,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         xlabel="useful FLOP per byte that must move",
         ylabel="useful TFLOPS per core, modelled",
     )
-    axes.set_title("Experts of Qwen3-30B-A3B, modelled on Trainium2\nmarker: ideal; line: down to scheduled", fontsize=10)
+    axes.set_title(
+        "Experts of Qwen3-30B-A3B, modelled on Trainium2\nmarker: ideal; line: down to scheduled", fontsize=10
+    )
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".tmp")

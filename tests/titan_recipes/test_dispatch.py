@@ -5,12 +5,10 @@ no more, and counts it once.
 Float32: sums in another order differ by 1e-6 of a gradient's largest entry here, the bound is 1e-5.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import moe_ranks
-import nki_moe
 import pytest
 import torch
 from moe_ranks import Run, assert_same, batch, train_each
@@ -20,7 +18,7 @@ from titan_recipes.balance import BalancedRouter, use_balance_loss
 from titan_recipes.checkpointing import SaveLinears
 from titan_recipes.dispatch import CapacityTokenDispatcher, GatherTokenDispatcher, use_dispatcher
 from titan_recipes.errors import UserError
-from titan_recipes.moe import SameDtypeExperts
+from titan_recipes.kernels import NkiExperts
 from titan_recipes.spec import native, transformers, use_model
 from titan_recipes.trainer import Trainer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,22 +30,10 @@ TP = {"tensor_parallel_degree": 2}
 POLICIES = {"selective": SelectiveAC.Config(), "full": FullAC.Config(), "save-linears": SaveLinears.Config()}
 
 
-class KernelExperts(SameDtypeExperts):
-    """nki-moe's operator in the experts' place, as it is."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(SameDtypeExperts.Config):
-        pass
-
-    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
-        w1, w2, w3 = (getattr(w, "to_local", lambda w=w: w)() for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
-        return nki_moe.grouped_mlp(x_RD, num_tokens_per_expert_E, w1, w2, w3)
-
-
 def use_kernels(spec: Any) -> None:
     for _, config, _, _ in spec.model.traverse(RoutedExperts.Config):
         old = config.inner_experts
-        config.inner_experts = KernelExperts.Config(
+        config.inner_experts = NkiExperts.Config(
             dim=old.dim, hidden_dim=old.hidden_dim, num_experts=old.num_experts, param_init=old.param_init
         )
 
