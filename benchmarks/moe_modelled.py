@@ -199,7 +199,7 @@ def nki_library(checkout: Path, R: int, E: int, block: int) -> list[dict[str, An
     from nki_moe.nkilib.layout import blockwise
 
     x, w1, w2, w3 = problem(R, E)
-    inputs = blockwise(x, counts_of(R, E), w1, w2, w3, block)._asdict() | {"block_size": block}
+    inputs = blockwise(x, counts_of(R, E), w1, w2, w3, None, None, block)._asdict() | {"block_size": block}
     with aws(checkout) as (forward, backward, scaling), contextlib.redirect_stdout(io.StringIO()):
         first = modelled(forward, inputs, {"checkpoint_activation": True, "expert_affinities_scaling_mode": scaling})
         _, gate_up, down = first.outputs
