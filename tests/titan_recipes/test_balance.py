@@ -9,13 +9,8 @@ from typing import Any
 import pytest
 import torch
 from moe_ranks import Run, assert_same, batch, train_each
-from qwen3_core import Qwen3Config
 from ranks import run_ranks
-from titan_recipes.balance import BalancedRouter, share_balance, use_balance_loss
-from titan_recipes.errors import UserError
-from titan_recipes.spec import native
-from torchtitan.config import TrainingConfig
-from torchtitan.distributed import ParallelDims
+from titan_recipes.balance import BalancedRouter, use_balance_loss
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.moe import MoE
 
@@ -121,22 +116,6 @@ def without_gradients() -> Any:
 
 def test_it_is_off_by_default_and_without_gradients_counts_nothing(alone: dict[str, Any]) -> None:
     assert alone["off"][2] == {} and alone["without gradients"] is None
-
-
-@pytest.mark.parametrize(
-    "degrees, reason", [({"pp": 2}, "pipeline stages"), ({"tp": 2, "spmd_backend": "partial_dtensor"}, "'spmd_types'")]
-)
-def test_where_it_cannot_be_had_it_is_refused_with_a_way_out(degrees: dict[str, Any], reason: str) -> None:
-    from moe_ranks import OPTIONS
-
-    spec = native(Qwen3Config(**OPTIONS | {"num_hidden_layers": 1}))
-    BALANCED(spec)
-    with torch.device("meta"):
-        model = spec.model.build()
-    plain = {"dp_replicate": 1, "dp_shard": 1, "cp": 1, "tp": 1, "pp": 1, "ep": 1, "spmd_backend": "spmd_types"}
-    dims = ParallelDims(**plain | degrees, world_size=2)
-    with pytest.raises(UserError, match=reason):
-        share_balance(model, parallel_dims=dims, training=TrainingConfig())
 
 
 def bias_after_a_step(policy: Any) -> tuple[list[Any], float]:
