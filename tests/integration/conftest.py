@@ -10,6 +10,14 @@ from titan_recipes.device import set_device
 set_device("cpu")
 torch.set_num_threads(1)
 
+LONGEST = ("test_train_debug", "test_routes", "test_train_layouts", "test_train_stop", "test_train_routes")
+
+
+def pytest_collection_modifyitems(items):
+    """The longest files first: two workers take whole files, and one should not end with a long one alone."""
+    order = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
+
 
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory):
