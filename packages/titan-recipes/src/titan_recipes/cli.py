@@ -157,11 +157,10 @@ def _main(arguments: list[str], recipes: Path) -> int:
 
     from .kernels import check_overrides
     from .planning import check_plan, dry_run
-    from .preflight import check, check_layout, world_size_of
+    from .preflight import check, world_size_of
 
     if options.dry_run:
         planned = build_config(replace(run_options, device="neuron"))
-        check_layout(planned)
         return dry_run(planned, options.nproc, options.instance)
     config = build_config(run_options)
     world = int(os.environ["WORLD_SIZE"]) if under_torchrun else options.nproc or world_size_of(config)

@@ -135,6 +135,7 @@ def dry_run(config: Any, world: int | None, name: str | None) -> int:
     Without `world`, the degrees' product, or one whole instance when dp_shard is left open.
     """
     from .kernels import check_overrides
+    from .preflight import check_layout
 
     start = time.perf_counter()
     try:
@@ -160,7 +161,8 @@ def dry_run(config: Any, world: int | None, name: str | None) -> int:
     if planned is None:
         raise UserError("A dry run needs a model of titan_recipes.spec (native or transformers).")
     plan, shape, how = planned
-    _refuse(plan, shape, cluster, how)
+    _refuse(plan, shape, cluster, how)  # first: it has every reason at once
+    check_layout(config)
     say(f"planned for {cluster.nodes} x {machine.name}: {world} cores, {plan}; nothing runs on a device here")
     for finding in validate(plan, shape, cluster, how):
         say(str(finding))
