@@ -58,6 +58,8 @@ SMALL = 1 << 14
 @cache
 def measured(layout, shape, training):
     """What each rank counted."""
+    import titan_recipes.trainer  # noqa: F401  loaded here, inherited by the ranks
+
     return run_ranks(measure, layout.world, layout, shape, training, timeout=400)
 
 
