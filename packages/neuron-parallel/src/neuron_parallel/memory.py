@@ -109,12 +109,13 @@ class _Stage:
         self.embedding = self._buffers(fsdp_unit(shape, plan, "embedding", False)) if first and not self.tied else None
         self.units = [(unit, n) for unit, _, n in self.layers]
         self.units += [(unit, 1) for unit in (self.embedding, self.head) if unit]
-        # Parameters that stay gathered from first use to the step's end.
+        # Parameters that stay gathered from first use to their unit's backward, with a pipeline to the step's end.
         self.stays = training.reshard == "never" or (training.reshard == "default" and self.piped)
         # With tied weights the table stays gathered from the embedding's forward to its backward.
         self.shared = self._gathered(self.head, 1, 0) if self.tied and self.head else []
         self.x = Group.of(Entry("working", "gradient of x", self.s.t * self.s.D * self.s.a))
-        self.base: _Terms = [(1, self._base())]
+        self.always: _Terms = [(1, self._base())]
+        self.base: _Terms = [*self.always, *self._staying(None)]
 
     def _buffers(self, unit: Unit) -> Buffers:
         how = self.training
@@ -142,8 +143,6 @@ class _Stage:
             found += [(n, unit.parameters), (n, unit.moments)]
             if self.piped and plan.micro_batches > 1:
                 found.append((n, unit.summed))
-            if self.stays:
-                found.append((n, unit.gathered))
         always = self._tables()
         batches = plan.micro_batches if self.piped else 1
         always.append(Entry("working", "tokens, positions, labels", 3 * batches * s.T * 8))
@@ -155,6 +154,16 @@ class _Stage:
             always.append(Entry("attention", "document mask", s.T * s.S))
         in_flight = min(plan.pp - self.stage, plan.micro_batches)
         return Group(*found, (1, Group.of(*always)), *self._kept([n * (in_flight - 1) for n in self.counts]))
+
+    def _staying(self, done: int | None) -> _Terms:
+        """Parameters that stay gathered when the head and `done` layers of each kind went backward (None: not even the head)."""
+        if not self.stays:
+            return []
+        if done is None or self.piped:
+            return [(n, unit.gathered) for unit, n in self.units]
+        found = [(n - min(n, done), unit) for unit, _, n in self.layers]
+        found += [(1, unit) for unit in (self.embedding, self.head if self.tied else None) if unit]
+        return [(n, unit.gathered) for n, unit in found if n]
 
     def _tables(self) -> list[Entry]:
         s = self.s
@@ -234,7 +243,8 @@ class _Stage:
                 ("last", rest, 0, after_head),
                 ("first", [0] * len(rest), max(0, n - 1), after_layer if n > 1 else after_head),
             ):
-                common: _Terms = [*self.base, *self.shared, *self._kept(left), *self._gradients(done)]
+                lasting = [*self.always, *self._staying(done), *self.shared]
+                common: _Terms = [*lasting, *self._kept(left), *self._gradients(done)]
                 if self.tied and self.head and self.training.loss_chunks == 1:  # waits for the embedding's gradient
                     table = Entry("gradient buffers", "gradient of the head", self.head.unit.parts[0].lasts(self.s.a))
                     common.append((1, Group.of(table)))
@@ -255,7 +265,8 @@ class _Stage:
             unit = self._buffers(_one_table(self.head.unit))
         if unit and not self.piped:
             end = pieces.embedded(self.plan, self.shape, self.training).backward
-            common: _Terms = [*self.base, *self._gradients(None), (1, end)]
+            every = max(self.counts, default=0)
+            common: _Terms = [*self.always, *self._staying(every), *self._gradients(None), (1, end)]
             for where, group in reduction(unit):
                 yield Snapshot(f"reducing the embedding: {where}", (*common, (1, group)))
 
