@@ -1,6 +1,6 @@
 """The expert kernels' modelled time on Trainium2: utilisation of the matmul engine, against the roofline and AWS's nki-library.
 
-    python benchmarks/moe_modelled.py                          # half an hour, 5 GB; --quick: a minute
+    python benchmarks/moe_modelled.py                          # about ten minutes, 5 GB; --quick: less than one
     python benchmarks/moe_modelled.py --nki-library CHECKOUT   # beside AWS's kernels, from a clone of aws-neuron/nki-library
 
 Claim: at Qwen3-30B's layer (D 2048, F 768) the kernels keep the matmul engine busy, counts being run-time data. Nothing here
