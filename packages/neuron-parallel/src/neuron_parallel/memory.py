@@ -76,15 +76,20 @@ def _stages(plan: ParallelPlan) -> Iterable[int]:
 
 
 def least_bytes(plan: ParallelPlan, shape: ModelShape, training: Training) -> float:
-    """A lower bound that costs little: parameters and moments, and what a stage's layers keep of the micro-batches in flight."""
-    moe = shape.num_experts > 0
-    kept = pieces.kept(plan, shape, training, moe).bytes
-    if shape.dense_layers:
-        kept = min(kept, pieces.kept(plan, shape, training, False).bytes)
-        moe = False
-    each = 3.0 * fsdp_unit(shape, plan, "layer", moe).owned * training.param_bytes
+    """A lower bound that costs little: parameters and moments, what a stage's layers keep of the micro-batches in flight, and one
+    layer gathered, with all that its own backward pass needs."""
+    kinds = [moe for moe, some in ((True, shape.moe_layers), (False, shape.num_hidden_layers - shape.moe_layers)) if some]
+    figures = zip(*(_least(plan, shape, training, moe) for moe in kinds), strict=True)
+    each, kept, working = (min(of_kinds) for of_kinds in figures)
     layers = stage_layers(shape.num_hidden_layers, plan.pp)
-    return max(layers[i] * (each + min(plan.pp - i, plan.micro_batches) * kept) for i in _stages(plan))
+    return max(layers[i] * (each + min(plan.pp - i, plan.micro_batches) * kept) for i in _stages(plan)) + working
+
+
+def _least(plan: ParallelPlan, shape: ModelShape, training: Training, moe: bool) -> tuple[float, float, float]:
+    """Bytes of a layer's parameters and moments; that it keeps; that it needs beside in its backward pass."""
+    unit, kept = fsdp_unit(shape, plan, "layer", moe), pieces.kept(plan, shape, training, moe).bytes
+    whole = pieces.kept(plan, shape, training.without_mode, moe).bytes
+    return 3.0 * unit.owned * training.param_bytes, kept, whole - kept + unit.gathered * training.compute_bytes
 
 
 class _Stage:

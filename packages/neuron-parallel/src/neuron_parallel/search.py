@@ -108,10 +108,9 @@ def _suggest(
     # Candidates by estimated time: memory, which costs more to work out, is looked at in that order. More checkpointing is slower.
     queue: list[tuple[float, int, int, int, ParallelPlan, StepTime]] = []
     for number, layout in enumerate(layouts):
-        plans = list(_batches(layout, fixed))
-        if not plans or least_bytes(plans[-1], shape, hows[-1]) > room:
-            continue
-        for plan in plans:
+        for plan in _batches(layout, fixed):
+            if least_bytes(plan, shape, hows[-1]) > room:
+                continue
             time = step_time(plan, shape, cluster, hows[0], efficiency)
             queue.append((-time.tokens_per_second, number, plan.micro_batch, 0, plan, time))
     heapify(queue)

@@ -82,6 +82,14 @@ class ModelShape:
         """The same without its number of layers: what does not depend on it is worked out once for all of them."""
         return replace(self, num_hidden_layers=1, dense_layers=0)
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    def __hash__(self) -> int:
+        """Worked out once: shapes are keys of many look-ups."""
+        return self._hash
+
     @property
     def moe_layers(self) -> int:
         return self.num_hidden_layers - self.dense_layers if self.num_experts else 0

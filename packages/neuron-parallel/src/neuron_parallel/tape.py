@@ -17,7 +17,7 @@ Sizes = dict[str, Quantity]
 """Bytes by tensor name."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Op:
     """One operation. Names refer to tensors; sizes are in bytes."""
 
