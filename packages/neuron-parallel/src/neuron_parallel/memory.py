@@ -86,10 +86,24 @@ def least_bytes(plan: ParallelPlan, shape: ModelShape, training: Training) -> fl
 
 
 def _least(plan: ParallelPlan, shape: ModelShape, training: Training, moe: bool) -> tuple[float, float, float]:
-    """Bytes of a layer's parameters and moments; that it keeps; that it needs beside in its backward pass."""
+    """Bytes that every layer of a stage has in the last one's backward pass; that it keeps of a micro-batch; that the last needs
+    beside."""
     unit, kept = fsdp_unit(shape, plan, "layer", moe), pieces.kept(plan, shape, training, moe).bytes
     whole = pieces.kept(plan, shape, training.without_mode, moe).bytes
-    return 3.0 * unit.owned * training.param_bytes, kept, whole - kept + unit.gathered * training.compute_bytes
+    each, working = 3.0 * unit.owned * training.param_bytes, whole - kept
+    gathered = unit.gathered * training.compute_bytes
+    if _stays(plan, training):
+        each += gathered
+    else:
+        working += gathered
+    if plan.pp > 1 and plan.micro_batches > 1:
+        each += unit.gathered * training.reduce_bytes
+    return each, kept, working
+
+
+def _stays(plan: ParallelPlan, training: Training) -> bool:
+    """Whether parameters stay gathered from first use to their unit's backward, with a pipeline to the step's end."""
+    return training.reshard == "never" or (training.reshard == "default" and plan.pp > 1)
 
 
 class _Stage:
@@ -114,8 +128,7 @@ class _Stage:
         self.embedding = self._buffers(fsdp_unit(shape, plan, "embedding", False)) if first and not self.tied else None
         self.units = [(unit, n) for unit, _, n in self.layers]
         self.units += [(unit, 1) for unit in (self.embedding, self.head) if unit]
-        # Parameters that stay gathered from first use to their unit's backward, with a pipeline to the step's end.
-        self.stays = training.reshard == "never" or (training.reshard == "default" and self.piped)
+        self.stays = _stays(plan, training)
         # With tied weights the table stays gathered from the embedding's forward to its backward.
         self.shared = self._gathered(self.head, 1, 0) if self.tied and self.head else []
         self.x = Group.of(Entry("working", "gradient of x", self.s.t * self.s.D * self.s.a))

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 from neuron_parallel.hardware import Cluster
 from neuron_parallel.memory import Memory, device_allowance, least_bytes, memory, peak_bytes
@@ -107,24 +107,27 @@ def _suggest(
     layouts = list(_valid(shape, cluster, fixed, training))
     # Candidates by estimated time: memory, which costs more to work out, is looked at in that order. More checkpointing is slower.
     queue: list[tuple[float, int, int, int, ParallelPlan, StepTime]] = []
+
+    def enqueue(number: int, plan: ParallelPlan, mode: int) -> None:
+        while mode < len(hows) and least_bytes(plan, shape, hows[mode]) > room:
+            mode += 1
+        if mode < len(hows):
+            time = step_time(plan, shape, cluster, hows[mode], efficiency)
+            heappush(queue, (-time.tokens_per_second, number, plan.micro_batch, mode, plan, time))
+
     for number, layout in enumerate(layouts):
         for plan in _batches(layout, fixed):
-            if least_bytes(plan, shape, hows[-1]) > room:
-                continue
-            time = step_time(plan, shape, cluster, hows[0], efficiency)
-            queue.append((-time.tokens_per_second, number, plan.micro_batch, 0, plan, time))
-    heapify(queue)
+            enqueue(number, plan, 0)
     found: dict[int, Choice] = {}
     while queue:
-        _, number, size, mode, plan, time = heappop(queue)
+        _, number, _, mode, plan, time = heappop(queue)
         if number in found:
             continue
         how = hows[mode]
-        if least_bytes(plan, shape, how) <= room and (peak := peak_bytes(plan, shape, how, room)) <= room:
+        if (peak := peak_bytes(plan, shape, how, room)) <= room:
             found[number] = Choice(plan, how, peak, time, _reason(plan, time, found, cluster), shape)
-        elif mode + 1 < len(hows):
-            time = step_time(plan, shape, cluster, hows[mode + 1], efficiency)
-            heappush(queue, (-time.tokens_per_second, number, size, mode + 1, plan, time))
+        else:
+            enqueue(number, plan, mode + 1)
     cut = None if found or not layouts else _cut(shape, cluster, layouts, fixed, training, room)
     return Suggestions(tuple(found.values()), len(layouts), cut)
 
