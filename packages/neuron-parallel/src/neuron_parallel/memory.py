@@ -76,29 +76,33 @@ def _stages(plan: ParallelPlan) -> Iterable[int]:
 
 
 def least_bytes(plan: ParallelPlan, shape: ModelShape, training: Training) -> float:
-    """A lower bound that costs little: parameters and moments, what a stage's layers keep of the micro-batches in flight, and one
-    layer gathered, with all that its own backward pass needs."""
-    kinds = [moe for moe, some in ((True, shape.moe_layers), (False, shape.num_hidden_layers - shape.moe_layers)) if some]
+    """A lower bound that costs little: what a stage's layers hold while the last or the first of them goes backward."""
+    kinds = [moe for moe, n in ((True, shape.moe_layers), (False, shape.num_hidden_layers - shape.moe_layers)) if n]
     figures = zip(*(_least(plan, shape, training, moe) for moe in kinds), strict=True)
-    each, kept, working = (min(of_kinds) for of_kinds in figures)
+    each, kept, gradient, working = (min(of_kinds) for of_kinds in figures)
     layers = stage_layers(shape.num_hidden_layers, plan.pp)
-    return max(layers[i] * (each + min(plan.pp - i, plan.micro_batches) * kept) for i in _stages(plan)) + working
+    last = max(layers[i] * (each + min(plan.pp - i, plan.micro_batches) * kept) for i in _stages(plan))
+    first = max(layers) * (each + gradient) + kept - gradient
+    return max(last, first) + working
 
 
-def _least(plan: ParallelPlan, shape: ModelShape, training: Training, moe: bool) -> tuple[float, float, float]:
-    """Bytes that every layer of a stage has in the last one's backward pass; that it keeps of a micro-batch; that the last needs
-    beside."""
+def _least(plan: ParallelPlan, shape: ModelShape, training: Training, moe: bool) -> tuple[float, float, float, float]:
+    """Bytes that a layer holds through the backward pass; that it keeps of a micro-batch until its own; of its reduced gradients;
+    that it needs beside while it goes backward."""
     unit, kept = fsdp_unit(shape, plan, "layer", moe), pieces.kept(plan, shape, training, moe).bytes
     whole = pieces.kept(plan, shape, training.without_mode, moe).bytes
-    each, working = 3.0 * unit.owned * training.param_bytes, whole - kept
+    gradient = float(unit.owned * training.param_bytes)
+    each, working = 3 * gradient, whole - kept
     gathered = unit.gathered * training.compute_bytes
-    if _stays(plan, training):
+    if plan.pp > 1:
+        gradient = 0.0
+        if plan.micro_batches > 1:
+            each += unit.gathered * training.reduce_bytes
+    if plan.pp > 1 and _stays(plan, training):
         each += gathered
     else:
         working += gathered
-    if plan.pp > 1 and plan.micro_batches > 1:
-        each += unit.gathered * training.reduce_bytes
-    return each, kept, working
+    return each, kept, gradient, working
 
 
 def _stays(plan: ParallelPlan, training: Training) -> bool:

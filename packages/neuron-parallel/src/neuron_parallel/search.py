@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from heapq import heappop, heappush
+from itertools import islice
 
 from neuron_parallel.hardware import Cluster
 from neuron_parallel.memory import Memory, device_allowance, least_bytes, memory, peak_bytes
@@ -33,7 +34,7 @@ FIXABLE = (
     "global_batch",
     "sequence_parallel",
 )
-MICRO_BATCHES = (4, 2, 1)
+MICRO_BATCHES = (1, 2, 4)
 MODES = ("none", "selective", "full")
 """Checkpointing, fastest first."""
 
@@ -145,18 +146,22 @@ def _without_collector() -> Iterator[None]:
 
 
 def _batches(layout: ParallelPlan, fixed: Mapping[str, int]) -> Iterator[ParallelPlan]:
+    """The layout with each size of micro-batch that divides its global batch, the least first."""
     for size in (fixed["micro_batch"],) if "micro_batch" in fixed else MICRO_BATCHES:
-        plan = _with_batch(replace(layout, micro_batch=size), fixed)
-        if plan.global_batch % (size * plan.dp) == 0:
-            yield plan
+        batch = _global_batch(fixed, size, layout.dp, layout.pp)
+        if batch % (size * layout.dp) == 0:
+            yield replace(layout, micro_batch=size, global_batch=batch)
+
+
+def _global_batch(fixed: Mapping[str, int], micro_batch: int, dp: int, pp: int) -> int:
+    batch = fixed.get("global_batch", -1)
+    return micro_batch * dp * (2 * pp if pp > 1 else 1) if batch == -1 else batch
 
 
 def _valid(shape: ModelShape, cluster: Cluster, fixed: Mapping[str, int], training: Training) -> Iterator[ParallelPlan]:
     """Every layout without an error."""
     cores = cluster.cores
-    other = {
-        name: value for name, value in fixed.items() if name not in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
-    }
+    other = {name: value for name, value in fixed.items() if name in ("micro_batch", "seq_len", "sequence_parallel")}
 
     def degrees(name: str, of: int) -> tuple[int, ...]:
         if name in fixed and fixed[name] != -1:
@@ -188,17 +193,11 @@ def _valid(shape: ModelShape, cluster: Cluster, fixed: Mapping[str, int], traini
                             tp=tp,
                             pp=pp,
                             ep=ep,
+                            global_batch=_global_batch(fixed, fixed.get("micro_batch", 1), replicas * shard, pp),
                             **other,  # type: ignore[arg-type]
                         )
-                        plan = _with_batch(plan, fixed)
                         if not errors(plan, shape, cluster, training):
                             yield plan
-
-
-def _with_batch(plan: ParallelPlan, fixed: Mapping[str, int]) -> ParallelPlan:
-    if fixed.get("global_batch", -1) == -1:
-        return replace(plan, global_batch=plan.micro_batch * plan.dp * (2 * plan.pp if plan.pp > 1 else 1))
-    return plan
 
 
 def _reason(plan: ParallelPlan, time: StepTime, before: Mapping[int, Choice], cluster: Cluster) -> str:
@@ -229,7 +228,7 @@ def _cut(
     Only the whole model's valid layouts can be a smaller one's: every rule about layers or experts asks more of fewer.
     """
     frugal = replace(training, checkpointing="full")
-    plans = [plan for layout in layouts for plan in _batches(layout, fixed)]
+    plans = [plan for layout in layouts for plan in islice(_batches(layout, fixed), 1)]
     smallest = min((plan.micro_batch for plan in plans), default=1)
     plans = [plan for plan in plans if plan.micro_batch == smallest]
 
