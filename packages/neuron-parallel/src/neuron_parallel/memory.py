@@ -77,11 +77,10 @@ def _stages(plan: ParallelPlan) -> Iterable[int]:
 
 def least_bytes(plan: ParallelPlan, shape: ModelShape, training: Training) -> float:
     """A lower bound that costs little: what a stage's layers hold while the last or the first of them goes backward."""
-    kinds = [moe for moe, n in ((True, shape.moe_layers), (False, shape.num_hidden_layers - shape.moe_layers)) if n]
-    figures = zip(*(_least(plan, shape, training, moe) for moe in kinds), strict=True)
+    figures = zip(*(_least(plan, shape, training, moe) for moe in shape.kinds), strict=True)
     each, kept, gradient, working = (min(of_kinds) for of_kinds in figures)
-    layers = stage_layers(shape.num_hidden_layers, plan.pp)
-    last = max(layers[i] * (each + min(plan.pp - i, plan.micro_batches) * kept) for i in _stages(plan))
+    layers, batches = stage_layers(shape.num_hidden_layers, plan.pp), plan.micro_batches
+    last = max(layers[i] * (each + min(plan.pp - i, batches) * kept) for i in _stages(plan))
     first = max(layers) * (each + gradient) + kept - gradient
     return max(last, first) + working
 

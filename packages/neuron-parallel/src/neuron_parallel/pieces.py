@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from neuron_parallel.blocks import before_head, block, embedding, head_and_loss
 from neuron_parallel.plan import ParallelPlan, Training
-from neuron_parallel.report import Entry, Group, Snapshot
+from neuron_parallel.report import Entry, Group
 from neuron_parallel.shape import ModelShape
 from neuron_parallel.symbols import Symbols
 from neuron_parallel.tape import Moment, Op, Sizes, kept_sizes, replay_backward, replay_forward
@@ -48,12 +48,12 @@ def kept(plan: ParallelPlan, shape: ModelShape, training: Training, moe: bool) -
 
 def embedded(plan: ParallelPlan, shape: ModelShape, training: Training) -> "Embedded":
     """The embedding."""
-    return _embedded(plan.without_dp, shape.one_layer, training.without_mode)
+    return _embedded(plan.without_ep, shape.one_layer, training.without_mode)
 
 
 def loss(plan: ParallelPlan, shape: ModelShape, training: Training) -> "Loss":
     """The model's end."""
-    return _loss(plan.without_dp, shape.one_layer, training.without_mode, plan.pp > 1)
+    return _loss(plan.without_ep, shape.one_layer, training.without_mode, plan.pp > 1)
 
 
 @dataclass(frozen=True)

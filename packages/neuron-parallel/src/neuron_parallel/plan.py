@@ -101,6 +101,11 @@ class ParallelPlan:
         return replace(self, dp_replicate=1, dp_shard=self.ep, pp=1, global_batch=-1)
 
     @cached_property
+    def without_ep(self) -> "ParallelPlan":
+        """`without_dp`, for what is the same whatever the experts do."""
+        return replace(self.without_dp, dp_shard=1, ep=1)
+
+    @cached_property
     def _hash(self) -> int:
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 

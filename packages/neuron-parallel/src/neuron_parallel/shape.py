@@ -83,6 +83,11 @@ class ModelShape:
         return replace(self, num_hidden_layers=1, dense_layers=0)
 
     @cached_property
+    def kinds(self) -> tuple[bool, ...]:
+        """Of its layers: with experts (True), without (False)."""
+        return tuple(moe for moe, n in ((True, self.moe_layers), (False, self.num_hidden_layers - self.moe_layers)) if n)
+
+    @cached_property
     def _hash(self) -> int:
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
