@@ -135,13 +135,19 @@ def _suggest(
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Formulas are some hundred thousand small objects, none of them in a cycle: looking for cycles takes as long as the search."""
+    """Formulas are some hundred thousand small objects, none of them in a cycle: looking for cycles takes as long as the search.
+
+    They end in the oldest generation, unlooked at (freeze and unfreeze move them there), unless somebody keeps frozen objects.
+    """
     on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if on:
+            if not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 

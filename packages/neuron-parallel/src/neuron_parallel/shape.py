@@ -85,7 +85,9 @@ class ModelShape:
     @cached_property
     def kinds(self) -> tuple[bool, ...]:
         """Of its layers: with experts (True), without (False)."""
-        return tuple(moe for moe, n in ((True, self.moe_layers), (False, self.num_hidden_layers - self.moe_layers)) if n)
+        return tuple(
+            moe for moe, n in ((True, self.moe_layers), (False, self.num_hidden_layers - self.moe_layers)) if n
+        )
 
     @cached_property
     def _hash(self) -> int:
