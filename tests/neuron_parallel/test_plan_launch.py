@@ -62,6 +62,19 @@ def test_scripts_are_valid_shell(tmp_path, nodes):
     assert "a recipe; with $(quotes)" in shown and "--parallelism.tensor_parallel_degree" in shown
 
 
+def test_files_in_a_folder_start_from_where_they_were_planned(tmp_path):
+    files = launch_files(plan(64), TRN2, ("apps/train", "x"), folder="my launch")
+    (tmp_path / "my launch").mkdir()
+    for name, text in files.items():
+        (tmp_path / "my launch" / name).write_text(text)
+    shown = subprocess.run(
+        ["bash", "-c", "set -e; torchrun() { printf '%s\\n' \"$@\"; }; export -f torchrun; bash 'my launch/run.sh'"],
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    assert (tmp_path / shown[shown.index("--no-python") + 1]).is_file() and "apps/train" in shown
+    assert "bash 'my launch/run.sh'" in files["job.sbatch"] and '"my launch/bind.sh"' in files["pytorchjob.yaml"]
+
+
 def test_bind_runs_each_rank_beside_its_chip(tmp_path):
     text = launch_files(plan(64), TRN2, ("train",))["bind.sh"].replace("exec taskset --cpu-list", "echo")
     (tmp_path / "bind.sh").write_text(text)
@@ -122,13 +135,40 @@ def test_the_command_prints_a_table_and_writes_its_files(tmp_path, capsys):
         (["--fix", "tensor=4"], "known names"),
         (["--fix", "tp=four"], "whole number"),
         (["--launch", "x"], "needs the training script"),
+        (["--launch", "config.json", "--", "train"], "config.json"),
+        (["--figure", "config.json/x.png"], "config.json"),
     ],
 )
-def test_a_wrong_request_is_one_clear_line(tmp_path, capsys, arguments, said):
+def test_a_wrong_request_is_one_clear_line(tmp_path, monkeypatch, capsys, arguments, said):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    assert main([str(tmp_path), *arguments, "--fix", "pp=1"]) == 2
+    monkeypatch.chdir(tmp_path)
+    assert main([str(tmp_path), "--fix", "pp=1", *arguments]) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[1]", "holds list"),
+        ("{", "is not JSON"),
+        (json.dumps({**CONFIG, "num_hidden_layers": "36"}), "num_hidden_layers is '36'"),
+        (json.dumps({**CONFIG, "model_type": "llama"}), "'llama'"),
+        (json.dumps({"model_type": "qwen3"}), "has no vocab_size"),
+    ],
+)
+def test_a_config_that_is_none_is_one_clear_line(tmp_path, capsys, content, said):
+    (tmp_path / "config.json").write_text(content)
+    assert main([str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("fix", [("--fix", "tp=4", "dp_shard=16"), ("--fix", "tp=4", "--fix", "dp_shard=16")])
+def test_degrees_are_held_one_by_one_or_together_and_the_model_may_follow(tmp_path, capsys, fix):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert main([*fix, str(tmp_path)]) == 0
+    assert "The first: dp_shard=16 tp=4\n" in capsys.readouterr().out
 
 
 def test_an_impossible_degree_is_explained_with_every_reason(tmp_path, capsys):

@@ -1,8 +1,12 @@
 """Contract: what is suggested is valid, fits and is ranked by its estimate; a fixed degree stays; nothing that fits is named as such."""
 
+import random
+import statistics
+from dataclasses import replace
+
 import pytest
-from neuron_parallel import Cluster, errors, instance, suggest
-from neuron_parallel.memory import device_allowance
+from neuron_parallel import Cluster, ParallelPlan, errors, instance, memory, suggest
+from neuron_parallel.memory import device_allowance, least_bytes, peak_bytes
 from neuron_parallel.plan import Training
 from neuron_parallel.quantity import Quantity
 from neuron_parallel.roofline import step_time
@@ -38,10 +42,31 @@ def test_when_nothing_fits_the_largest_cut_that_does_is_named():
     found = suggest(QWEN3_30B, small, fixed={"cp": 1})
     assert not found.choices and found.cut is not None
     assert 0 < found.cut.layers < 48 and found.cut.needed > small.hbm_bytes
-    from dataclasses import replace
-
     assert suggest(replace(QWEN3_30B, num_hidden_layers=found.cut.layers), small, fixed={"cp": 1}).choices
     assert not suggest(replace(QWEN3_30B, num_hidden_layers=found.cut.layers + 1), small, fixed={"cp": 1}).choices
+
+
+def test_the_bound_that_spares_the_exact_figure_is_never_above_it():
+    mixed = replace(QWEN3_30B, dense_layers=12)
+    draw = random.Random(0)
+    close = []
+    while len(close) < 150:
+        shape = draw.choice((QWEN3_4B, QWEN3_8B, QWEN3_30B, QWEN3_235B, mixed))
+        degrees = {"tp": (1, 2, 4), "cp": (1, 2), "pp": (1, 1, 2, 4, 8), "ep": (1, 8, 64), "micro_batch": (1, 2)}
+        layout = ParallelPlan(**{name: draw.choice(values) for name, values in degrees.items()}).resolve(64)
+        layout = replace(layout, global_batch=layout.global_batch * draw.choice((1, 2, 8)))
+        training = Training(
+            checkpointing=draw.choice(("none", "selective", "full", "linears")),
+            reshard=draw.choice(("default", "always", "never")),
+            optimizer=draw.choice(("foreach", "fused")),
+            loss_chunks=draw.choice((1, 8)),
+            dispatcher=draw.choice(("gather", "capacity", "all-to-all")),
+        )
+        if not errors(layout, shape, TRN2, training):
+            bound, exact = least_bytes(layout, shape, training), memory(layout, shape, training).peak.bytes
+            assert 0 < bound <= exact == peak_bytes(layout, shape, training), (layout, training)
+            close.append(bound / exact)
+    assert statistics.median(close) > 0.5  # or it would spare nothing
 
 
 def test_235b_does_not_fit_one_node_and_does_on_four():

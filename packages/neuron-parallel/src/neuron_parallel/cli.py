@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ __all__ = ["main", "memory_table"]
 _EPILOG = """\
 Without --fix for every degree, the best layouts are listed and the first is shown in detail. Examples:
   plan 8B
-  plan 8B --fix tp=4 --fix dp_shard=16 --checkpointing selective
+  plan 8B --fix tp=4 dp_shard=16 --checkpointing selective
   plan 30B-A3B --nodes 4 --launch launch/ -- apps/train qwen3_30b
 All figures are modelled: memory from formulas (printed with --formulas), time from a roofline. Nothing was measured on a device.
 """
@@ -29,13 +30,22 @@ def main(arguments: list[str] | None = None, models: Mapping[str, Mapping[str, A
     """Run `plan`; `models` are names with their config.json. Returns the exit code: 1 when nothing works or fits."""
     words = sys.argv[1:] if arguments is None else arguments
     end = words.index("--") if "--" in words else len(words)
-    options = _parser(models or {}).parse_args(words[:end])
+    options = _parser(models or {}).parse_args(_one_fix_each(words[:end]))
     options.command = words[end + 1 :]
     try:
         return _run(options, models or {})
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _one_fix_each(words: Sequence[str]) -> list[str]:
+    """`--fix a=1 b=2` as `--fix a=1 --fix b=2`: argparse's own way would take a model's name that follows for one more."""
+    found: list[str] = []
+    for word in words:
+        more = len(found) > 1 and found[-2] == "--fix" and "=" in word and not word.startswith("-")
+        found += ["--fix", word] if more else [word]
+    return found
 
 
 def _parser(models: Mapping[str, Mapping[str, Any]]) -> argparse.ArgumentParser:
@@ -53,7 +63,7 @@ def _parser(models: Mapping[str, Mapping[str, Any]]) -> argparse.ArgumentParser:
     parser.add_argument("--cores", type=int, help="logical cores of one instance (default: all)")
     parser.add_argument("--lnc", type=int, default=2, help="physical cores in a logical one (default: 2)")
     parser.add_argument(
-        "--fix", action="append", default=[], metavar="NAME=N", help=f"hold one of {', '.join(FIXABLE)}"
+        "--fix", action="append", default=[], metavar="NAME=N ...", help=f"hold any of {', '.join(FIXABLE)}"
     )
     parser.add_argument("--seq-len", type=int, help="tokens of a sequence (default: 4096)")
     parser.add_argument(
@@ -89,6 +99,10 @@ def _parser(models: Mapping[str, Mapping[str, Any]]) -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace, models: Mapping[str, Mapping[str, Any]]) -> int:
+    if options.launch and not options.command:
+        raise ValueError("--launch needs the training script: plan MODEL --launch DIR -- apps/train RECIPE")
+    if options.figure and find_spec("matplotlib") is None:
+        raise ValueError("--figure needs matplotlib: pip install 'neuron-parallel[figure]'")
     shape = _shape(options.model, models)
     cluster = Cluster(instance(options.instance), options.nodes, options.lnc, options.cores)
     fixed = _fixed(options)
@@ -143,10 +157,8 @@ def _run(options: argparse.Namespace, models: Mapping[str, Mapping[str, Any]]) -
 def _write_launch(options: argparse.Namespace, plan: ParallelPlan, cluster: Cluster) -> None:
     from neuron_parallel.launch import launch_files
 
-    if not options.command:
-        raise ValueError("--launch needs the training script: plan MODEL --launch DIR -- apps/train RECIPE")
     options.launch.mkdir(parents=True, exist_ok=True)
-    for name, text in launch_files(plan, cluster, options.command).items():
+    for name, text in launch_files(plan, cluster, options.command, folder=str(options.launch)).items():
         file = options.launch / name
         temporary = file.with_name(f".{name}.part")
         temporary.write_text(text)
@@ -165,9 +177,12 @@ def _shape(name: str, models: Mapping[str, Mapping[str, Any]]) -> ModelShape:
             f"there is no model {name!r}: give a config.json, its folder, or one of {', '.join(models) or '(none)'}"
         )
     try:
-        return ModelShape.from_hf(json.loads(path.read_text()))
-    except json.JSONDecodeError as error:
+        config = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} holds {type(config).__name__}, expected a config.json's object")
+    return ModelShape.from_hf(config)
 
 
 def _fixed(options: argparse.Namespace) -> dict[str, int]:
@@ -203,9 +218,8 @@ def _explain_nothing(
         f"it has {(cluster.hbm_bytes - device_allowance(cluster)) / GIB:.1f} GiB."
     )
     experts = f", or {cut.experts} of {shape.num_experts} experts," if cut.experts else ""
-    print(
-        f"{cut.layers} of {shape.num_hidden_layers} layers{experts} would fit. More nodes help; so does --loss-chunks 8."
-    )
+    chunks = "; so does --loss-chunks 8" if training.loss_chunks < 8 else ""
+    print(f"{cut.layers} of {shape.num_hidden_layers} layers{experts} would fit. More nodes help{chunks}.")
     return 1
 
 

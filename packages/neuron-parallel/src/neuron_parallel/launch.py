@@ -80,10 +80,12 @@ def launch_files(
     command: Sequence[str],
     name: str = "qwen3",
     image: str = "REPLACE/neuron-torchtitan:2.33",
+    folder: str = ".",
 ) -> dict[str, str]:
     """File name -> content: env.sh, bind.sh (where the NUMA map is known), run.sh, job.sbatch, pytorchjob.yaml.
 
-    `command` is the training script and its own arguments; the plan's degrees are appended. Raises ValueError for a plan of another
+    `command` is the training script and its own arguments; the plan's degrees are appended. `folder` is where the files will be, seen
+    from where the command is to run: they are started from there. Raises ValueError for a plan of another
     size than the cluster, and for a name that Kubernetes would not take.
     """
     if plan.world != cluster.cores:
@@ -93,13 +95,13 @@ def launch_files(
     words = (*command, *degrees_as_arguments(plan))
     bound = bool(cluster.instance.chip_numa) and cluster.per_node == cluster.instance.cores(cluster.lnc)
     if bound:
-        words = ("--no-python", "./bind.sh", "python", *words)
-    files = {"env.sh": _env_sh(cluster), "run.sh": _run_sh(cluster, words)}
+        words = ("--no-python", f"{folder}/bind.sh", "python", *words)
+    files = {"env.sh": _env_sh(cluster), "run.sh": _run_sh(cluster, words, folder)}
     if bound:
         files["bind.sh"] = _bind_sh(cluster)
     return files | {
-        "job.sbatch": _sbatch(cluster, name),
-        "pytorchjob.yaml": _pytorchjob(cluster, words, name, image, bound),
+        "job.sbatch": _sbatch(cluster, name, folder),
+        "pytorchjob.yaml": _pytorchjob(cluster, words, name, image, f"{folder}/bind.sh" if bound else ""),
     }
 
 
@@ -139,14 +141,15 @@ def _bind_sh(cluster: Cluster) -> str:
     )
 
 
-def _run_sh(cluster: Cluster, words: Sequence[str]) -> str:
+def _run_sh(cluster: Cluster, words: Sequence[str], folder: str) -> str:
     hosts, _ = _hosts(cluster)
-    usage = "# bash run.sh" if hosts == 1 else "# on each host: HEAD_NODE=first-host JOB_ID=any-number bash run.sh"
+    run = f"bash {shlex.quote(f'{folder}/run.sh')}, from the folder that the training script's path starts in"
+    usage = f"# {run}" if hosts == 1 else f"# on each host: HEAD_NODE=first-host JOB_ID=any-number {run}"
     need = "" if hosts == 1 else ': "${HEAD_NODE:?name of the first host}" "${JOB_ID:?one number for all hosts}"\n'
-    return f"#!/bin/bash\n{usage}\nset -euo pipefail\n{need}source ./env.sh\n{torchrun(cluster, words)}\n"
+    return f"#!/bin/bash\n{usage}\nset -euo pipefail\n{need}source {shlex.quote(f'{folder}/env.sh')}\n{torchrun(cluster, words)}\n"
 
 
-def _sbatch(cluster: Cluster, name: str) -> str:
+def _sbatch(cluster: Cluster, name: str, folder: str) -> str:
     hosts, _ = _hosts(cluster)
     return (
         "#!/bin/bash\n"
@@ -155,11 +158,11 @@ def _sbatch(cluster: Cluster, name: str) -> str:
         "set -euo pipefail\n"
         'HEAD_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
         "export HEAD_NODE JOB_ID=$SLURM_JOB_ID\n"
-        "srun --kill-on-bad-exit=1 bash run.sh\n"
+        f"srun --kill-on-bad-exit=1 bash {shlex.quote(f'{folder}/run.sh')}\n"
     )
 
 
-def _pytorchjob(cluster: Cluster, words: Sequence[str], name: str, image: str, bound: bool) -> str:
+def _pytorchjob(cluster: Cluster, words: Sequence[str], name: str, image: str, bind_sh: str) -> str:
     hosts, cores = _hosts(cluster)
     chips = max(1, cores // cluster.cores_per_chip)
     variables = "\n".join(
@@ -171,7 +174,7 @@ def _pytorchjob(cluster: Cluster, words: Sequence[str], name: str, image: str, b
     if hosts > 1:
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-id", name, "--rdzv-endpoint", f"{name}-master-0:{PORT}"]
         arguments = ["--nnodes", str(hosts), *rendezvous, *arguments]
-    bind = "  # bind.sh has to be in the image's working folder\n" if bound else ""
+    bind = f"# {bind_sh} is looked for from the image's working folder\n" if bind_sh else ""
 
     def replica(kind: str, count: int) -> str:
         return (

@@ -76,15 +76,37 @@ def _stages(plan: ParallelPlan) -> Iterable[int]:
 
 
 def least_bytes(plan: ParallelPlan, shape: ModelShape, training: Training) -> float:
-    """A lower bound that costs little: parameters and moments, and what a stage's layers keep of the micro-batches in flight."""
-    moe = shape.num_experts > 0
-    kept = pieces.kept(plan, shape, training, moe).bytes
-    if shape.dense_layers:
-        kept = min(kept, pieces.kept(plan, shape, training, False).bytes)
-        moe = False
-    each = 3.0 * fsdp_unit(shape, plan, "layer", moe).owned * training.param_bytes
-    layers = stage_layers(shape.num_hidden_layers, plan.pp)
-    return max(layers[i] * (each + min(plan.pp - i, plan.micro_batches) * kept) for i in _stages(plan))
+    """A lower bound that costs little: what a stage's layers hold while the last or the first of them goes backward."""
+    figures = zip(*(_least(plan, shape, training, moe) for moe in shape.kinds), strict=True)
+    each, kept, gradient, working = (min(of_kinds) for of_kinds in figures)
+    layers, batches = stage_layers(shape.num_hidden_layers, plan.pp), plan.micro_batches
+    last = max(layers[i] * (each + min(plan.pp - i, batches) * kept) for i in _stages(plan))
+    first = max(layers) * (each + gradient) + kept - gradient
+    return max(last, first) + working
+
+
+def _least(plan: ParallelPlan, shape: ModelShape, training: Training, moe: bool) -> tuple[float, float, float, float]:
+    """Bytes that a layer holds through the backward pass; that it keeps of a micro-batch until its own; of its reduced gradients;
+    that it needs beside while it goes backward."""
+    unit, kept = fsdp_unit(shape, plan, "layer", moe), pieces.kept(plan, shape, training, moe).bytes
+    whole = pieces.kept(plan, shape, training.without_mode, moe).bytes
+    gradient = float(unit.owned * training.param_bytes)
+    each, working = 3 * gradient, whole - kept
+    gathered = unit.gathered * training.compute_bytes
+    if plan.pp > 1:
+        gradient = 0.0
+        if plan.micro_batches > 1:
+            each += unit.gathered * training.reduce_bytes
+    if plan.pp > 1 and _stays(plan, training):
+        each += gathered
+    else:
+        working += gathered
+    return each, kept, gradient, working
+
+
+def _stays(plan: ParallelPlan, training: Training) -> bool:
+    """Whether parameters stay gathered from first use to their unit's backward, with a pipeline to the step's end."""
+    return training.reshard == "never" or (training.reshard == "default" and plan.pp > 1)
 
 
 class _Stage:
@@ -109,8 +131,7 @@ class _Stage:
         self.embedding = self._buffers(fsdp_unit(shape, plan, "embedding", False)) if first and not self.tied else None
         self.units = [(unit, n) for unit, _, n in self.layers]
         self.units += [(unit, 1) for unit in (self.embedding, self.head) if unit]
-        # Parameters that stay gathered from first use to their unit's backward, with a pipeline to the step's end.
-        self.stays = training.reshard == "never" or (training.reshard == "default" and self.piped)
+        self.stays = _stays(plan, training)
         # With tied weights the table stays gathered from the embedding's forward to its backward.
         self.shared = self._gathered(self.head, 1, 0) if self.tied and self.head else []
         self.x = Group.of(Entry("working", "gradient of x", self.s.t * self.s.D * self.s.a))

@@ -1,12 +1,12 @@
 """What a decoder layer, and final norm, head and loss, keep and need: results of their tapes, which depend on no data-parallel degree."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from neuron_parallel.blocks import before_head, block, embedding, head_and_loss
 from neuron_parallel.plan import ParallelPlan, Training
-from neuron_parallel.report import Entry, Group, Snapshot
+from neuron_parallel.report import Entry, Group
 from neuron_parallel.shape import ModelShape
 from neuron_parallel.symbols import Symbols
 from neuron_parallel.tape import Moment, Op, Sizes, kept_sizes, replay_backward, replay_forward
@@ -48,12 +48,12 @@ def kept(plan: ParallelPlan, shape: ModelShape, training: Training, moe: bool) -
 
 def embedded(plan: ParallelPlan, shape: ModelShape, training: Training) -> "Embedded":
     """The embedding."""
-    return _embedded(plan.without_dp, shape.one_layer, training.without_mode)
+    return _embedded(plan.without_ep, shape.one_layer, training.without_mode)
 
 
 def loss(plan: ParallelPlan, shape: ModelShape, training: Training) -> "Loss":
     """The model's end."""
-    return _loss(plan.without_dp, shape.one_layer, training.without_mode, plan.pp > 1)
+    return _loss(plan.without_ep, shape.one_layer, training.without_mode, plan.pp > 1)
 
 
 @dataclass(frozen=True)
@@ -87,33 +87,37 @@ def _tape(plan: ParallelPlan, shape: ModelShape, training: Training, moe: bool) 
         keeping,
         replay_forward(ops, x, False, ("y",)),
         backward,
-        _named(backward.live, parts, {*parts, "x"}),
-        _named(keeping.live, parts, parts),
+        _named(backward.live, parts, {*parts, "x"}, backward.bytes),
+        _named(keeping.live, parts, parts, keeping.bytes),
     )
 
 
 @lru_cache(maxsize=8192)
-def _kept(plan: ParallelPlan, shape: ModelShape, training: Training, moe: bool) -> Group:
+def _kept_sizes(plan: ParallelPlan, shape: ModelShape, training: Training, moe: bool) -> Sizes:
     ops, sizes = _ops(plan, shape, training.without_mode, moe)
     if training.checkpointing == "none":
-        sizes = kept_sizes(ops, sizes)
-    elif training.checkpointing != "full":
-        linears = training.checkpointing == "linears"
-        saved = [op for op in ops if op.selective or (op.linear and linears)]
-        sizes = sizes | {name: size for op in saved for name, size in op.makes.items()}
-    parts = _parts(ops)
-    return Group.of(*(Entry(parts.get(name, "activations"), name, size) for name, size in sizes.items()))
+        return kept_sizes(ops, sizes)
+    if training.checkpointing == "full":
+        return sizes
+    linears = training.checkpointing == "linears"
+    saved = [op for op in ops if op.selective or (op.linear and linears)]
+    return sizes | {name: size for op in saved for name, size in op.makes.items()}
+
+
+@lru_cache(maxsize=8192)
+def _kept(plan: ParallelPlan, shape: ModelShape, training: Training, moe: bool) -> Group:
+    sizes = _kept_sizes(plan, shape, training, moe)
+    return _kept_group(sizes, lambda: _parts(_ops(plan, shape, training.without_mode, moe)[0]))
 
 
 @lru_cache(maxsize=8192)
 def _layer(plan: ParallelPlan, shape: ModelShape, training: Training, moe: bool) -> Layer:
     tape = _tape(plan, shape, training.without_mode, moe)
     none = training.checkpointing == "none"
-    saved = _kept(plan, shape, training, moe)
-    sizes = {entry.name: entry.size for entry in Snapshot("", ((1, saved),)).entries}
+    sizes = _kept_sizes(plan, shape, training, moe)
     forward = tape.keeping if none else tape.bare
     return Layer(
-        kept=saved,
+        kept=_kept(plan, shape, training, moe),
         forward=_named(forward.live if none else sizes | forward.live, tape.parts, sizes),
         forward_at=forward.where,
         recompute=None if none else tape.recompute_group,
@@ -163,7 +167,7 @@ def _loss(plan: ParallelPlan, shape: ModelShape, training: Training, piped: bool
     logits = {} if training.loss_chunks > 1 else kept_sizes(ops, {})
 
     def group(sizes: Sizes) -> Group:
-        return Group.of(*(Entry(parts.get(name, "activations"), name, size) for name, size in sizes.items()))
+        return _kept_group(sizes, lambda: parts)
 
     logits_alone = {"logits": ops[0].makes["logits"]}
     still = replace(ops[1], keeps=(*ops[1].keeps, *ops[0].keeps))
@@ -174,7 +178,7 @@ def _loss(plan: ParallelPlan, shape: ModelShape, training: Training, piped: bool
     )
     return Loss(
         kept=group(saved),
-        moments=tuple((moment.where, _named(moment.live, parts, parts)) for moment in moments),
+        moments=tuple((moment.where, _named(moment.live, parts, parts, moment.bytes)) for moment in moments),
         after_forward=group({name: size for name, size in (saved | logits).items() if "chunks" not in name}),
     )
 
@@ -183,17 +187,33 @@ def _parts(ops: Iterable[Op]) -> dict[str, str]:
     return {name: op.part for op in ops for name in (*op.makes, *op.keeps_new)}
 
 
-def _named(live: Sizes, parts: dict[str, str], kept: Iterable[str]) -> Group:
-    """A tape's moment: what is kept under its own part, parameter gradients as buffers, logits' sizes as such, the rest as working
-    memory."""
-    kept = set(kept)
-    found = []
-    for name, size in live.items():
-        if name.startswith("parameter gradient"):
-            part = "gradient buffers"
-        elif parts.get(name.removeprefix("gradient of ")) == "logits" or name.startswith("scratch of loss"):
-            part = "logits"
-        else:
-            part = parts.get(name, "activations") if name in kept else "working"
-        found.append(Entry(part, name, size))
-    return Group.of(*found)
+def _kept_group(sizes: Sizes, parts: Callable[[], Mapping[str, str]]) -> Group:
+    def entries() -> list[Entry]:
+        of = parts()
+        return [Entry(of.get(name, "activations"), name, size) for name, size in sizes.items()]
+
+    return Group.later(_sum(sizes), entries)
+
+
+def _named(live: Sizes, parts: dict[str, str], kept: Iterable[str], size: float | None = None) -> Group:
+    """A tape's moment (of `size` bytes, if they are known): what is kept under its own part, parameter gradients as buffers, logits'
+    sizes as such, the rest as working memory."""
+
+    def entries() -> list[Entry]:
+        own = set(kept)
+        found = []
+        for name, size in live.items():
+            if name.startswith("parameter gradient"):
+                part = "gradient buffers"
+            elif parts.get(name.removeprefix("gradient of ")) == "logits" or name.startswith("scratch of loss"):
+                part = "logits"
+            else:
+                part = parts.get(name, "activations") if name in own else "working"
+            found.append(Entry(part, name, size))
+        return found
+
+    return Group.later(_sum(live) if size is None else size, entries)
+
+
+def _sum(sizes: Sizes) -> float:
+    return sum([size.value for size in sizes.values()])

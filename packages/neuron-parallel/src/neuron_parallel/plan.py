@@ -15,7 +15,7 @@ it is: torchtitan (its own checks or a crash in it), neuron (the device's, from 
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
@@ -100,6 +100,19 @@ class ParallelPlan:
         """One data-parallel rank of one stage alone: what does not depend on how many there are is worked out once for all."""
         return replace(self, dp_replicate=1, dp_shard=self.ep, pp=1, global_batch=-1)
 
+    @cached_property
+    def without_ep(self) -> "ParallelPlan":
+        """`without_dp`, for what is the same whatever the experts do."""
+        return replace(self.without_dp, dp_shard=1, ep=1)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    def __hash__(self) -> int:
+        """Worked out once: plans are keys of many look-ups."""
+        return self._hash
+
     def strides(self) -> dict[str, tuple[int, int]]:
         """(size, distance between neighbouring members in ranks) of each axis with more than one member."""
         inner = self.dp_shard * self.cp * self.tp
@@ -154,6 +167,13 @@ class Training:
     def without_mode(self) -> "Training":
         """The same whatever the checkpointing."""
         return replace(self, checkpointing="none")
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    def __hash__(self) -> int:
+        return self._hash
 
 
 @dataclass(frozen=True)

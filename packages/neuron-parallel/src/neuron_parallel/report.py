@@ -1,8 +1,9 @@
 """What a memory report consists of: tensor groups with their formulas, the moments at which they live, and the table of one."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from neuron_parallel.quantity import Quantity
 
@@ -24,8 +25,7 @@ PARTS = (
 """Parts of a snapshot, in the order of the table."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """A tensor group that lives at a moment."""
 
     part: str
@@ -40,10 +40,10 @@ class Entry:
 class Group:
     """What comes together, so often that its sum is kept with it."""
 
-    __slots__ = ("bytes", "terms")
+    __slots__ = ("_terms", "bytes")
 
     def __init__(self, *terms: "Term") -> None:
-        self.terms = terms
+        self._terms: tuple[Term, ...] | Callable[[], Iterable[Entry]] = terms
         self.bytes: float = sum(times * item.bytes for times, item in terms)
 
     @classmethod
@@ -51,13 +51,25 @@ class Group:
         """Each of them once."""
         return cls(*((1, entry) for entry in entries))
 
+    @classmethod
+    def later(cls, size: float, entries: Callable[[], Iterable[Entry]]) -> "Group":
+        """Of so many bytes; its entries are made when asked for: a search looks at thousands of sums and few tables."""
+        group = cls()
+        group.bytes, group._terms = size, entries
+        return group
+
+    @property
+    def terms(self) -> tuple["Term", ...]:
+        if callable(self._terms):
+            self._terms = tuple((1, entry) for entry in self._terms())
+        return self._terms
+
 
 Term = tuple[int, Entry | Group]
 """So many times that."""
 
 
-@dataclass(frozen=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """What lives on a core at one moment."""
 
     where: str

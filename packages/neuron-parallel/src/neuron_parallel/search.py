@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
+from itertools import islice
 
 from neuron_parallel.hardware import Cluster
 from neuron_parallel.memory import Memory, device_allowance, least_bytes, memory, peak_bytes
@@ -33,7 +34,7 @@ FIXABLE = (
     "global_batch",
     "sequence_parallel",
 )
-MICRO_BATCHES = (4, 2, 1)
+MICRO_BATCHES = (1, 2, 4)
 MODES = ("none", "selective", "full")
 """Checkpointing, fastest first."""
 
@@ -107,54 +108,66 @@ def _suggest(
     layouts = list(_valid(shape, cluster, fixed, training))
     # Candidates by estimated time: memory, which costs more to work out, is looked at in that order. More checkpointing is slower.
     queue: list[tuple[float, int, int, int, ParallelPlan, StepTime]] = []
+
+    def enqueue(number: int, plan: ParallelPlan, mode: int) -> None:
+        while mode < len(hows) and least_bytes(plan, shape, hows[mode]) > room:
+            mode += 1
+        if mode < len(hows):
+            time = step_time(plan, shape, cluster, hows[mode], efficiency)
+            heappush(queue, (-time.tokens_per_second, number, plan.micro_batch, mode, plan, time))
+
     for number, layout in enumerate(layouts):
-        plans = list(_batches(layout, fixed))
-        if not plans or least_bytes(plans[-1], shape, hows[-1]) > room:
-            continue
-        for plan in plans:
-            time = step_time(plan, shape, cluster, hows[0], efficiency)
-            queue.append((-time.tokens_per_second, number, plan.micro_batch, 0, plan, time))
-    heapify(queue)
+        for plan in _batches(layout, fixed):
+            enqueue(number, plan, 0)
     found: dict[int, Choice] = {}
     while queue:
-        _, number, size, mode, plan, time = heappop(queue)
+        _, number, _, mode, plan, time = heappop(queue)
         if number in found:
             continue
         how = hows[mode]
-        if least_bytes(plan, shape, how) <= room and (peak := peak_bytes(plan, shape, how, room)) <= room:
+        if (peak := peak_bytes(plan, shape, how, room)) <= room:
             found[number] = Choice(plan, how, peak, time, _reason(plan, time, found, cluster), shape)
-        elif mode + 1 < len(hows):
-            time = step_time(plan, shape, cluster, hows[mode + 1], efficiency)
-            heappush(queue, (-time.tokens_per_second, number, size, mode + 1, plan, time))
+        else:
+            enqueue(number, plan, mode + 1)
     cut = None if found or not layouts else _cut(shape, cluster, layouts, fixed, training, room)
     return Suggestions(tuple(found.values()), len(layouts), cut)
 
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Formulas are some hundred thousand small objects, none of them in a cycle: looking for cycles takes as long as the search."""
+    """Formulas are some hundred thousand small objects, none of them in a cycle: looking for cycles takes as long as the search.
+
+    They end in the oldest generation, unlooked at (freeze and unfreeze move them there), unless somebody keeps frozen objects.
+    """
     on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if on:
+            if not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 
 def _batches(layout: ParallelPlan, fixed: Mapping[str, int]) -> Iterator[ParallelPlan]:
+    """The layout with each size of micro-batch that divides its global batch, the least first."""
     for size in (fixed["micro_batch"],) if "micro_batch" in fixed else MICRO_BATCHES:
-        plan = _with_batch(replace(layout, micro_batch=size), fixed)
-        if plan.global_batch % (size * plan.dp) == 0:
-            yield plan
+        batch = _global_batch(fixed, size, layout.dp, layout.pp)
+        if batch % (size * layout.dp) == 0:
+            yield replace(layout, micro_batch=size, global_batch=batch)
+
+
+def _global_batch(fixed: Mapping[str, int], micro_batch: int, dp: int, pp: int) -> int:
+    batch = fixed.get("global_batch", -1)
+    return micro_batch * dp * (2 * pp if pp > 1 else 1) if batch == -1 else batch
 
 
 def _valid(shape: ModelShape, cluster: Cluster, fixed: Mapping[str, int], training: Training) -> Iterator[ParallelPlan]:
     """Every layout without an error."""
     cores = cluster.cores
-    other = {
-        name: value for name, value in fixed.items() if name not in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
-    }
+    other = {name: value for name, value in fixed.items() if name in ("micro_batch", "seq_len", "sequence_parallel")}
 
     def degrees(name: str, of: int) -> tuple[int, ...]:
         if name in fixed and fixed[name] != -1:
@@ -186,17 +199,11 @@ def _valid(shape: ModelShape, cluster: Cluster, fixed: Mapping[str, int], traini
                             tp=tp,
                             pp=pp,
                             ep=ep,
+                            global_batch=_global_batch(fixed, fixed.get("micro_batch", 1), replicas * shard, pp),
                             **other,  # type: ignore[arg-type]
                         )
-                        plan = _with_batch(plan, fixed)
                         if not errors(plan, shape, cluster, training):
                             yield plan
-
-
-def _with_batch(plan: ParallelPlan, fixed: Mapping[str, int]) -> ParallelPlan:
-    if fixed.get("global_batch", -1) == -1:
-        return replace(plan, global_batch=plan.micro_batch * plan.dp * (2 * plan.pp if plan.pp > 1 else 1))
-    return plan
 
 
 def _reason(plan: ParallelPlan, time: StepTime, before: Mapping[int, Choice], cluster: Cluster) -> str:
@@ -227,7 +234,7 @@ def _cut(
     Only the whole model's valid layouts can be a smaller one's: every rule about layers or experts asks more of fewer.
     """
     frugal = replace(training, checkpointing="full")
-    plans = [plan for layout in layouts for plan in _batches(layout, fixed)]
+    plans = [plan for layout in layouts for plan in islice(_batches(layout, fixed), 1)]
     smallest = min((plan.micro_batch for plan in plans), default=1)
     plans = [plan for plan in plans if plan.micro_batch == smallest]
 

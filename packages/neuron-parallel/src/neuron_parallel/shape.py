@@ -67,20 +67,38 @@ class ModelShape:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "ModelShape":
         """From the content of a config.json of Qwen3 or Qwen3-MoE. Raises ValueError naming what is missing."""
+        kind = config.get("model_type", "qwen3")
+        if kind not in ("qwen3", "qwen3_moe"):
+            raise ValueError(f"config.json is a {kind!r}'s; planning knows qwen3 and qwen3_moe")
         names = [field.name for field in fields(cls) if field.name != "dense_layers"]
         known = {name: config[name] for name in names if config.get(name) is not None}
         missing = [name for name in _NEEDED if name not in known]
         if missing:
             raise ValueError(f"config.json has no {', '.join(missing)}; is it that of a Qwen3?")
-        layers = range(known["num_hidden_layers"])
+        shape = cls(**known)
         step, plain = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
-        dense = sum((i + 1) % step != 0 or i in plain for i in layers) if known.get("num_experts") else 0
-        return cls(**known, dense_layers=dense)
+        layers = range(shape.num_hidden_layers) if shape.num_experts else ()
+        return replace(shape, dense_layers=sum((i + 1) % step != 0 or i in plain for i in layers))
 
     @cached_property
     def one_layer(self) -> "ModelShape":
         """The same without its number of layers: what does not depend on it is worked out once for all of them."""
         return replace(self, num_hidden_layers=1, dense_layers=0)
+
+    @cached_property
+    def kinds(self) -> tuple[bool, ...]:
+        """Of its layers: with experts (True), without (False)."""
+        return tuple(
+            moe for moe, n in ((True, self.moe_layers), (False, self.num_hidden_layers - self.moe_layers)) if n
+        )
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    def __hash__(self) -> int:
+        """Worked out once: shapes are keys of many look-ups."""
+        return self._hash
 
     @property
     def moe_layers(self) -> int:

@@ -56,7 +56,7 @@ class Symbols:
     @classmethod
     def of(cls, plan: ParallelPlan, shape: ModelShape, training: Training) -> "Symbols":
         """`plan` resolved."""
-        return _symbols(plan.without_dp, shape.one_layer, training)
+        return _symbols(plan.without_dp, shape.one_layer, training.without_mode)
 
 
 @lru_cache(maxsize=8192)

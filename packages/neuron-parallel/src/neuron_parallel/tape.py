@@ -17,7 +17,7 @@ Sizes = dict[str, Quantity]
 """Bytes by tensor name."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Op:
     """One operation. Names refer to tensors; sizes are in bytes."""
 
@@ -65,16 +65,23 @@ def replay_forward(ops: Sequence[Op], given: Sizes, keep: bool, results: Iterabl
     stay = {*results, *(name for name in given if name not in last)}  # what nobody reads is held by the caller
     if keep:
         stay.update(name for op in ops for name in (*op.keeps, *op.keeps_new))
-    live = _Live(given)
-    peak = Moment("", -1.0, {})
+    born: list[Sizes] = [{**op.makes, **op.keeps_new} for op in ops]
+    dies: list[Sizes] = [{} for _ in ops]
+    for i, sizes in enumerate((given, *born)):
+        for name, size in sizes.items():
+            if name not in stay:
+                dies[max(last.get(name, 0), i - 1)][name] = size
+    total, most, at = _total(given), -1.0, 0
     for i, op in enumerate(ops):
-        for new in (op.makes, op.keeps_new):
-            for name, size in new.items():
-                live.add(name, size)
-        peak = live.larger(peak, op.name, {f"scratch of {op.name}": op.scratch})
-        for name in [n for n in live.sizes if n not in stay and last.get(n, -1) <= i]:
-            live.drop(name)
-    return peak
+        total += _total(born[i])
+        if total + op.scratch.value > most:
+            most, at = total + op.scratch.value, i
+        total -= _total(dies[i])
+    dead = {name for sizes in dies[:at] for name in sizes}
+    live = {name: size for sizes in (given, *born[: at + 1]) for name, size in sizes.items() if name not in dead}
+    if ops[at].scratch.value:
+        live[f"scratch of {ops[at].name}"] = ops[at].scratch
+    return Moment(ops[at].name, most, live)
 
 
 def replay_backward(ops: Sequence[Op], given: Sizes, gradient: str) -> Moment:
@@ -84,9 +91,12 @@ def replay_backward(ops: Sequence[Op], given: Sizes, gradient: str) -> Moment:
     """
     sizes = _all_sizes(ops, given)
     keepers: dict[str, int] = {}
-    for i, op in reversed(list(enumerate(ops))):
-        for name in (*op.keeps, *op.keeps_new):
+    for i in range(len(ops) - 1, -1, -1):
+        for name in (*ops[i].keeps, *ops[i].keeps_new):
             keepers[name] = i  # the first operation to keep it is the last to need it
+    freed: list[list[str]] = [[] for _ in ops]
+    for name, keeper in keepers.items():
+        freed[keeper].append(name)
     live = _Live({name: sizes[name] for name in keepers})
     live.add(f"gradient of {gradient}", sizes[gradient])
     grads = {gradient}
@@ -109,7 +119,7 @@ def replay_backward(ops: Sequence[Op], given: Sizes, gradient: str) -> Moment:
             size = live.drop(f"gradient of {name}")
             if op.alias and op.reads:  # the first input's is the output's
                 live.add(f"gradient of {op.reads[0]}", live.drop(f"gradient of {op.reads[0]}") + size)
-        for name in [n for n, keeper in keepers.items() if keeper == i]:
+        for name in freed[i]:
             live.drop(name)
     return peak
 
@@ -119,7 +129,7 @@ class _Live:
 
     def __init__(self, sizes: Sizes) -> None:
         self.sizes = dict(sizes)
-        self.total = sum(size.value for size in sizes.values())
+        self.total = _total(sizes)
 
     def add(self, name: str, size: Quantity) -> None:
         self.drop(name)
@@ -134,10 +144,14 @@ class _Live:
 
     def larger(self, peak: Moment, where: str, extra: Sizes) -> Moment:
         """This moment, with `extra`, if it is larger than `peak`."""
-        total = self.total + sum(size.value for size in extra.values())
+        total = self.total + _total(extra)
         if total <= peak.bytes:
             return peak
         return Moment(where, total, {**self.sizes, **{name: size for name, size in extra.items() if size.value}})
+
+
+def _total(sizes: Sizes) -> float:
+    return sum([size.value for size in sizes.values()])
 
 
 def _all_sizes(ops: Sequence[Op], given: Sizes) -> Sizes:
