@@ -40,9 +40,10 @@ class Buffers:
         )
         """While it is gathered: experts that are divided by another dimension than the first, once more; without a group, the cast
         of the last parameter."""
-        casts = [Entry(gathered, f"cast of {part.name}", part.reduced(self.a)) for part in shared if cast]
+        casts = [Entry(gathered, f"cast of {part.name}", part.reduced(self.a)) for part in shared[-1:] if cast]
         self.ahead = Group((1, self.flat), *((1, entry) for entry in casts))
-        """When its gather has only begun: flat buffers, and the cast of this core's share."""
+        """When its gather has only begun: flat buffers, and the cast of this core's share of the part begun last (each part's cast
+        goes when its own all-gather has begun)."""
         self.unreduced = Group.of(*(self._gradients(part, self.a) for part in parts))
         self.summed = Group.of(
             *(Entry(reducing, f"unreduced gradients of {part.name}", part.full(self.r)) for part in parts)
@@ -52,7 +53,7 @@ class Buffers:
         """Of reduce-scatters in flight."""
         self.reduced = Group.of(*(Entry("gradients", part.name, part.reduced(self.p)) for part in parts))
 
-    def _reduction(self, each: Quantity) -> list[tuple[str, Group]]:
+    def _reduction(self, each: Quantity, new: bool) -> list[tuple[str, Group]]:
         """See the function of that name. `each`: bytes of an element of the gradients."""
         before: list[Entry] = []
         moments = []
@@ -66,7 +67,9 @@ class Buffers:
             else:  # the last parameter's gradient is still referred to
                 other = Entry("gradient buffers", f"gradient of the last of {part.name}", part.lasts(each))
             moments.append(("reduced", Group.of(*before, *waiting[:-1], other, out, self._input(part))))
-            before = [self._input(part), Entry("gradients", part.name, part.reduced(self.p))]
+            before = [self._input(part)]
+            if new:
+                before.append(Entry("gradients", part.name, part.reduced(self.p)))
         return moments
 
     def _flat(self, part: Part) -> Entry:
@@ -86,9 +89,9 @@ def buffers(unit: Unit, a: int, r: int, p: int) -> Buffers:
 
 
 @lru_cache(maxsize=8192)
-def reduction(of: Buffers, summed: bool = False) -> list[tuple[str, Group]]:
+def reduction(of: Buffers, summed: bool = False, new: bool = True) -> list[tuple[str, Group]]:
     """FSDP's post-backward, part by part, experts first: gradients copied into the reduce-scatter's input, then its output.
 
-    `summed`: gradients were added up in the reduced dtype before.
+    `summed`: gradients were added up in the reduced dtype before. `new`: not added to those of an earlier micro-batch.
     """
-    return of._reduction(of.r if summed else of.a)
+    return of._reduction(of.r if summed else of.a, new)
