@@ -137,7 +137,11 @@ def measure(rank: int, plan: ParallelPlan, shape: ModelShape, training: Training
             if not kept:  # the first micro-batch
                 kept.update(count.settled())
 
+        def before_forward(module: Any, args: Any) -> None:
+            count.name((x for x in args if x.is_floating_point()), "activations")  # what a stage received
+
         stack.enter_context(_removed(trainer.model_parts[-1].register_forward_hook(after_forward)))
+        stack.enter_context(_removed(trainer.model_parts[-1].register_forward_pre_hook(before_forward)))
         step_of = trainer.optimizers.step
 
         def optimize(*args: Any, **kwargs: Any) -> None:

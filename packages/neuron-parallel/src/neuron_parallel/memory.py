@@ -128,8 +128,10 @@ class _Stage:
             *((n, unit.parameters) for n, unit in self.units),
             *((n, unit.moments) for n, unit in self.units),
             (1, Group.of(*self._tables())),
-            (1, Group.of(*self._between())),
         )
+        masked = training.attention == "masked"
+        self.mask = [Entry("attention", "document mask", self.s.T * self.s.S)] if masked else []
+        self.beside = self._beside_layers()
         in_flight = min(plan.pp - stage, plan.micro_batches)
         fills = plan.micro_batches > in_flight
         # Micro-batches kept beside the one at work, and whether earlier ones left gradients: where as many are in flight as there
@@ -162,35 +164,41 @@ class _Stage:
             found.append(Entry("tables", "expert counts and biases", 2 * self.moe_layers * s.E * 4))
         return found
 
-    def _between(self) -> list[Entry]:
-        """Inputs of the step, and a pipeline's buffers for what its neighbours send."""
-        s = self.s
-        batches = self.plan.micro_batches if self.piped else 1
-        x = batches * s.t * s.D * s.a
-        found = [Entry("working", "tokens, positions, labels", 3 * batches * s.T * 8)]
-        if self.stage:
-            found.append(Entry("working", "received activations", x))
-        return found
-
     def _standing(self, others: int, later: bool, done: int | None = None) -> _Terms:
         """What lives beside the micro-batch at work: `others` in flight, and gradients. Of this one, `done` layers of each kind
         went backward (None: not even the head); `later`: earlier micro-batches left gradients everywhere."""
         units = self.units if later else self._done(done)
         gradients: _Terms = [(n, unit.summed if self.piped else unit.reduced) for n, unit in units]
-        return [
-            (1, self.always),
-            (others + 1, self._inputs()),
-            *self._kept([n * others for n in self.counts]),
-            *gradients,
-        ]
+        kept = self._kept([n * others for n in self.counts])
+        return [(1, self.always), (1, self._between(others)), (others + 1, self.beside), *kept, *gradients]
 
-    def _inputs(self) -> Group:
+    def _between(self, others: int) -> Group:
+        """Inputs of the step; of a pipeline those of all its micro-batches, and the buffers for what neighbours send."""
+        s = self.s
+        batches = self.plan.micro_batches if self.piped else 1
+        x, idle = s.t * s.D * s.a, batches - 1 - others
+        found = [Entry("working", "tokens, positions, labels", 3 * batches * s.T * 8)]
+        if self.stage and idle:  # a buffer each, which keeps its gradient to the step's end
+            found.append(Entry("working", "received activations and their gradients", 2 * idle * x))
+        if not self.last:
+            found.append(Entry("working", "received gradients", batches * x))
+        return Group.of(*found)
+
+    def _beside_layers(self) -> Group:
         """What a micro-batch keeps beside its layers' activations."""
+        s = self.s
+        x = s.t * s.D * s.a
         found: list[Entry] = []
         if not self.stage:
             found += pieces.embedded(self.plan, self.shape, self.training).kept
-        if self.training.attention == "masked":
-            found.append(Entry("attention", "document mask", self.s.T * self.s.S))
+        elif not any(
+            isinstance(item, Entry) and item.name == "x" for _, layer, _ in self.layers for _, item in layer.kept.terms
+        ):
+            found.append(Entry("activations", "received activations", x))
+        if not self.last:
+            found.append(Entry("activations", "sent activations", x))
+        if self.training.checkpointing != "none":  # what is recomputed needs it again
+            found += self.mask
         return Group.of(*found)
 
     def _done(self, done: int | None) -> _Units:
@@ -200,17 +208,20 @@ class _Stage:
         layers = [(min(n, done), unit) for unit, _, n in self.layers if done]
         return [*layers, (1, self.head)] if self.head and not self.tied else layers
 
-    def _held(self, units: _Units, but: Buffers | None = None) -> _Terms:
-        """Parameters that stay gathered of these units, one of `but` less."""
-        return [(n - (unit is but), unit.gathered) for n, unit in units if n > (unit is but)] if self.stays else []
+    def _gathered_forward(self, later: bool, but: Buffers | None = None) -> _Terms:
+        """What is gathered beside `but` while a forward pass is at its last layer: units so far, if they stay; in a pipeline also
+        those to come, which an earlier micro-batch's backward pass left gathered."""
+        units = _less(self.body, but) if self.stays else []
+        return _gathered([*units, (1, self.head)] if self.piped and later and self.head else units)
 
-    def _to_come(self, done: int) -> _Units:
-        """Units that have yet to go backward, in a pipeline all: there parameters wait for the step's end."""
+    def _gathered_backward(self, done: int, but: Buffers) -> _Terms:
+        """What is gathered beside `but` when `done` layers of each kind went backward: units to come, if they stayed; in a pipeline
+        also those that went, since parameters wait there for the step's end."""
         if self.piped:
-            return self.units
-        return [(1, unit) for unit in (self.embedding,) if unit] + [
-            (n - min(n, done), unit) for unit, _, n in self.layers
-        ]
+            return _gathered(_less(self.units, but) if self.stays else self._done(done))
+        layers = [(n - min(n, done), unit) for unit, _, n in self.layers]
+        to_come: _Units = [*([(1, self.embedding)] if self.embedding else []), *_less(layers, but)]
+        return _gathered(to_come) if self.stays else []
 
     def _kept(self, numbers: list[int]) -> _Terms:
         """Between forward and backward, for so many layers of each kind."""
@@ -232,8 +243,7 @@ class _Stage:
                 yield Snapshot("gathering the first layer ahead", terms)
         for index, (unit, layer, n) in enumerate(self.layers):
             before = self._kept([m - (i == index) for i, m in enumerate(self.counts)])
-            held = [*self._held(self.body, but=unit), *self.shared]
-            common = (*start, *held, *before)
+            common = (*start, *self._gathered_forward(False, but=unit), *self.shared, *before)
             one, last_flat = (1, unit.gathered), (1, unit.last_flat)
             gathering = (one, (1, unit.flat), (1, unit.copied))
             # Begun ahead, the gather of a layer's last part finds the flat buffer of the layer before gone.
@@ -247,8 +257,9 @@ class _Stage:
             if self.ahead and self.head and not self.tied:
                 yield Snapshot("gathering the head ahead", (*common, x, one, last_flat, (1, self.head.ahead)))
             prefetched = [(1, unit.flat)] if self.ahead and n > 1 else []
-            held = [*self._held(self.units if later else self.body, but=unit), *self.shared]
-            computing = (*standing, *held, *before, one, last_flat, *prefetched, (1, layer.forward))
+            held = [*self._gathered_forward(later, but=unit), *self.shared]
+            mask = [(1, entry) for entry in self.mask if self.training.checkpointing == "none"]
+            computing = (*standing, *held, *before, *mask, one, last_flat, *prefetched, (1, layer.forward))
             yield Snapshot(f"forward of a layer: {layer.forward_at}", computing)
 
     def _loss(self) -> Iterator[Snapshot]:
@@ -257,7 +268,12 @@ class _Stage:
             return
         end = pieces.loss(self.plan, self.shape, self.training)
         standing = self._standing(*self.passes[0])
-        common: _Terms = [*standing, *self._held(self.body), (1, head.gathered), *self._kept(self.counts)]
+        common: _Terms = [
+            *standing,
+            *self._gathered_forward(False),
+            (1, head.gathered),
+            *self._kept(self.counts),
+        ]
         y = self.s.t * self.s.D * self.s.a
         if not self.tied:
             flat = [(1, self.layers[0][0].last_flat)] if self.layers else []
@@ -266,6 +282,8 @@ class _Stage:
         common.append((1, end.kept))
         whole = list(common)
         if self.chunked:  # the head's gradient is added up over the chunks before it is reduced
+            again = (*whole, (1, head.flat), (1, head.copied))
+            yield Snapshot("gathering the head again for the final norm's backward", again)
             table = head.unit.parts[0].lasts(head.r)
             common.append((1, Group.of(Entry("gradient buffers", "gradient of the head", table))))
         for where, group in end.moments:
@@ -274,7 +292,7 @@ class _Stage:
         if not reduced:
             return
         if not self.chunked:  # else reduced while everything still lives
-            whole = [*standing, *self._held(self.body), *self._kept(self.counts)]
+            whole = [*standing, *self._gathered_forward(False), *self._kept(self.counts)]
             whole += [(1, Group.of(Entry("working", "gradient of y", y))), *self._prefetched()]
         for where, group in self._reduction(reduced, self.passes[0][1], summed=self.chunked):
             yield Snapshot(f"reducing the head: {where}", (*whole, (1, group)))
@@ -310,7 +328,7 @@ class _Stage:
             ):
                 common = [
                     *self._standing(others, later, done),
-                    *self._held(self._to_come(done), but=unit),
+                    *self._gathered_backward(done, but=unit),
                     *self.shared,
                 ]
                 common += [*self._kept(left), *self._prefetched(which == "first" or n == 1)]
@@ -339,8 +357,10 @@ class _Stage:
         for others, later in self.passes:
             common = (*self._standing(others, later, self.every), end)
             if self.piped:
-                terms = (*common, *self._held(self.units), (1, unit.unreduced))
-                yield Snapshot("backward of the embedding", terms)
+                if not self.stays:
+                    again = (*common, *_gathered(self.units), (1, unit.flat), (1, unit.copied))
+                    yield Snapshot("gathering the embedding for its backward", again)
+                yield Snapshot("backward of the embedding", (*common, *_gathered(self.units), (1, unit.unreduced)))
             else:
                 for where, group in self._reduction(unit, later):
                     yield Snapshot(f"reducing the embedding: {where}", (*common, (1, group)))
@@ -349,7 +369,7 @@ class _Stage:
         """A pipeline's reductions after its last micro-batch, in the model's order."""
         for index, (n, unit) in enumerate(self.units if self.piped else []):
             waiting = [(n - 1, unit), *self.units[index + 1 :]]
-            common: _Terms = [(1, self.always), *((m, other.summed) for m, other in waiting), *self._held(waiting)]
+            common: _Terms = [(1, self.always), *((m, other.summed) for m, other in waiting), *_gathered(waiting)]
             common += [(m, other.reduced) for m, other in self.units[:index]]
             for where, group in reduction(unit, summed=True):
                 yield Snapshot(f"reducing a stage's sums: {where}", (*common, (1, group)))
@@ -363,13 +383,9 @@ class _Stage:
         yield Snapshot("optimizer step", (*found, (1, Group.of(*self._tables()))))
 
     def _kept_by_part(self) -> dict[str, float]:
-        terms = self._kept(self.counts)
-        if not self.stage:
-            terms.append((1, Group.of(*pieces.embedded(self.plan, self.shape, self.training).kept)))
+        terms = [*self._kept(self.counts), (1, self.beside)]
         if self.head:
             terms.append((1, pieces.loss(self.plan, self.shape, self.training).after_forward))
-        if self.training.attention == "masked" and self.training.checkpointing != "none":
-            terms.append((1, Group.of(Entry("attention", "document mask", self.s.T * self.s.S))))
         return {part: size for part, size in Snapshot("", tuple(terms)).by_part().items() if size}
 
     def _letters(self) -> dict[str, float]:
@@ -386,6 +402,15 @@ class _Stage:
                 if part.held != unit.owned:
                     letters[f"q({part.name})"] = part.held
         return letters
+
+
+def _gathered(units: _Units) -> _Terms:
+    return [(n, unit.gathered) for n, unit in units if n]
+
+
+def _less(units: _Units, one: Buffers | None) -> _Units:
+    """These units, one of `one` less."""
+    return [(n - (unit is one), unit) for n, unit in units]
 
 
 @lru_cache(maxsize=1024)
