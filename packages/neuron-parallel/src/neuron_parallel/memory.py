@@ -331,7 +331,11 @@ class _Stage:
                     *self._gathered_backward(done, but=unit),
                     *self.shared,
                 ]
-                common += [*self._kept(left), *self._prefetched(which == "first" or n == 1)]
+                common += self._kept(left)
+                if self.piped and not self.stays:  # beside what the layers before it left gathered
+                    again = (*common, (1, unit.gathered), (1, unit.flat), (1, unit.copied))
+                    yield Snapshot(f"gathering the {which} layer for its backward", again)
+                common += self._prefetched(which == "first" or n == 1)
                 if self.tied and self.head and not self.chunked:  # waits for the embedding's gradient
                     table = Entry("gradient buffers", "gradient of the head", self.head.unit.parts[0].lasts(self.s.a))
                     common.append((1, Group.of(table)))
@@ -397,6 +401,7 @@ class _Stage:
             letters[f"p({unit.name})"] = unit.owned
             for part in unit.parts:
                 letters |= {f"P({part.name})": part.gathered, f"P(last of {part.name})": part.last}
+                letters[f"P(cast of {part.name})"] = part.cast
                 if part.split:
                     letters[f"P(split of {part.name})"] = part.split
                 if part.held != unit.owned:
