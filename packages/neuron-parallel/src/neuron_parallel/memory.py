@@ -9,9 +9,11 @@ is compared with real runs on CPU (tests/integration/test_memory_model.py). What
 usually need less, and their scratch is the one allowance here (`device_allowance`).
 
 Constants of FSDP2: in forward, a layer's flat all-gather output lives on until the next layer is gathered, beside the copy it computes
-with; in backward the previous layer's is prefetched; one reduce-scatter input is in flight; head and final norm stay gathered from
-forward to backward; with tied weights, the embedding is the head. With pipeline parallel nothing is resharded before the step's end
-and gradients are reduced once, after the last micro-batch.
+with; in backward the previous layer's is prefetched, last the embedding's, unless parameters stayed gathered; one reduce-scatter input
+is in flight; head and final norm stay gathered from forward to backward; with tied weights, the embedding is the head. With a chunked
+loss the head's table is reduced before the final norm goes backward. Each micro-batch is reduced on its own, and those after the first
+find its gradients. In a pipeline parameters stay gathered from the first backward pass to the step's end, gradients are summed
+unsharded, and both end unit by unit after the last micro-batch.
 """
 
 import math
@@ -19,6 +21,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
+from typing import NamedTuple
 
 from neuron_parallel import pieces
 from neuron_parallel.buffers import Buffers, buffers, reduction
@@ -89,6 +92,15 @@ def least_bytes(plan: ParallelPlan, shape: ModelShape, training: Training) -> fl
     return max(layers[i] * (each + min(plan.pp - i, plan.micro_batches) * kept) for i in _stages(plan))
 
 
+class _Pass(NamedTuple):
+    """A micro-batch at work on a stage."""
+
+    later: bool
+    """Earlier ones left gradients everywhere."""
+    standing: Group
+    """What lives beside it all the time."""
+
+
 class _Stage:
     """One core of a pipeline stage (of the only one, without pipeline)."""
 
@@ -106,7 +118,6 @@ class _Stage:
             if n
         ]
         self.counts = [n for _, _, n in self.layers]
-        self.every = max(self.counts, default=0)
         self.last = stage == plan.pp - 1
         self.head = self._buffers(fsdp_unit(shape, plan, "head", False)) if self.last else None
         self.embedding = (
@@ -124,21 +135,18 @@ class _Stage:
         self.ahead = plan.ep > 1  # with experts apart, TorchTitan gathers the next layer ahead
         self.chunked = training.loss_chunks > 1
         self.x = Group.of(Entry("working", "gradient of x", self.s.t * self.s.D * self.s.a))
-        self.always = Group(
-            *((n, unit.parameters) for n, unit in self.units),
-            *((n, unit.moments) for n, unit in self.units),
-            (1, Group.of(*self._tables())),
-        )
         masked = training.attention == "masked"
         self.mask = [Entry("attention", "document mask", self.s.T * self.s.S)] if masked else []
+        self.always = Group(
+            *((n, g) for n, unit in self.units for g in (unit.parameters, unit.moments)), (1, self._tables())
+        )
         self.beside = self._beside_layers()
         in_flight = min(plan.pp - stage, plan.micro_batches)
-        fills = plan.micro_batches > in_flight
-        # Micro-batches kept beside the one at work, and whether earlier ones left gradients: where as many are in flight as there
-        # are, the first backward pass meets all of the former and none of the latter, the second one micro-batch less and gradients.
-        self.passes = [(in_flight - 1, fills)]
-        if in_flight > 1 and not fills:
-            self.passes.append((in_flight - 2, True))
+        # Where as many are in flight as there are, the first backward pass meets all of their activations and no gradients, the
+        # second one micro-batch less and gradients.
+        self.passes = [self._pass(in_flight - 1, later=plan.micro_batches > in_flight)]
+        if in_flight > 1 and not self.passes[0].later:
+            self.passes.append(self._pass(in_flight - 2, later=True))
 
     def _buffers(self, unit: Unit) -> Buffers:
         how = self.training
@@ -157,20 +165,26 @@ class _Stage:
     def _phases(self) -> tuple[Iterator[Snapshot], ...]:
         return self._forward(), self._loss(), self._backward(), self._embedding(), self._sums(), self._optimizer()
 
-    def _tables(self) -> list[Entry]:
+    def _tables(self) -> Group:
         s = self.s
         found = [Entry("tables", "rope tables", sum(self.counts) * s.S * 2 * s.K * 4)]
         if self.moe_layers:
             found.append(Entry("tables", "expert counts and biases", 2 * self.moe_layers * s.E * 4))
-        return found
+        return Group.of(*found)
 
-    def _standing(self, others: int, later: bool, done: int | None = None) -> _Terms:
-        """What lives beside the micro-batch at work: `others` in flight, and gradients. Of this one, `done` layers of each kind
-        went backward (None: not even the head); `later`: earlier micro-batches left gradients everywhere."""
-        units = self.units if later else self._done(done)
-        gradients: _Terms = [(n, unit.summed if self.piped else unit.reduced) for n, unit in units]
+    def _pass(self, others: int, later: bool) -> _Pass:
+        """A micro-batch with `others` in flight; `later`: earlier ones left gradients everywhere."""
         kept = self._kept([n * others for n in self.counts])
-        return [(1, self.always), (1, self._between(others)), (others + 1, self.beside), *kept, *gradients]
+        gradients = self._gradients(self.units) if later else []
+        terms = [(1, self.always), (1, self._between(others)), (others + 1, self.beside), *kept, *gradients]
+        return _Pass(later, Group(*terms))
+
+    def _gradients(self, units: _Units) -> _Terms:
+        return [(n, unit.summed if self.piped else unit.reduced) for n, unit in units]
+
+    def _standing(self, at: _Pass, done: int | None = None) -> _Terms:
+        """What lives beside a micro-batch of which `done` layers of each kind went backward (None: not even the head)."""
+        return [(1, at.standing), *([] if at.later else self._gradients(self._done(done)))]
 
     def _between(self, others: int) -> Group:
         """Inputs of the step; of a pipeline those of all its micro-batches, and the buffers for what neighbours send."""
@@ -229,10 +243,10 @@ class _Stage:
 
     def _forward(self) -> Iterator[Snapshot]:
         x = (1, Group.of(Entry("activations", "x", self.s.t * self.s.D * self.s.a)))
-        others, later = self.passes[0]
-        standing = self._standing(others, later)
+        at = self.passes[0]
+        standing = self._standing(at)
         # Where parameters stay, a pipeline's first micro-batch alone gathers.
-        start = self._standing(0, False) if self.piped and self.stays else standing
+        start = self._standing(self._pass(0, later=False)) if self.piped and self.stays else standing
         embedding = [(1, self.first.gathered)] if self.first else []
         if self.first:
             yield Snapshot(
@@ -257,7 +271,7 @@ class _Stage:
             if self.ahead and self.head and not self.tied:
                 yield Snapshot("gathering the head ahead", (*common, x, one, last_flat, (1, self.head.ahead)))
             prefetched = [(1, unit.flat)] if self.ahead and n > 1 else []
-            held = [*self._gathered_forward(later, but=unit), *self.shared]
+            held = [*self._gathered_forward(at.later, but=unit), *self.shared]
             mask = [(1, entry) for entry in self.mask if self.training.checkpointing == "none"]
             computing = (*standing, *held, *before, *mask, one, last_flat, *prefetched, (1, layer.forward))
             yield Snapshot(f"forward of a layer: {layer.forward_at}", computing)
@@ -267,13 +281,8 @@ class _Stage:
         if not head:
             return
         end = pieces.loss(self.plan, self.shape, self.training)
-        standing = self._standing(*self.passes[0])
-        common: _Terms = [
-            *standing,
-            *self._gathered_forward(False),
-            (1, head.gathered),
-            *self._kept(self.counts),
-        ]
+        standing = [*self._standing(self.passes[0]), *self._gathered_forward(False), *self._kept(self.counts)]
+        common: _Terms = [*standing, (1, head.gathered)]
         y = self.s.t * self.s.D * self.s.a
         if not self.tied:
             flat = [(1, self.layers[0][0].last_flat)] if self.layers else []
@@ -292,9 +301,8 @@ class _Stage:
         if not reduced:
             return
         if not self.chunked:  # else reduced while everything still lives
-            whole = [*standing, *self._gathered_forward(False), *self._kept(self.counts)]
-            whole += [(1, Group.of(Entry("working", "gradient of y", y))), *self._prefetched()]
-        for where, group in self._reduction(reduced, self.passes[0][1], summed=self.chunked):
+            whole = [*standing, (1, Group.of(Entry("working", "gradient of y", y))), *self._prefetched()]
+        for where, group in reduction(reduced, summed=self.chunked, new=not self.passes[0].later):
             yield Snapshot(f"reducing the head: {where}", (*whole, (1, group)))
 
     def _reduced_first(self) -> Buffers | None:
@@ -305,10 +313,6 @@ class _Stage:
             return self._buffers(_one_table(self.head.unit))
         return None if self.tied else self.head
 
-    def _reduction(self, unit: Buffers, later: bool, summed: bool = False) -> list[tuple[str, Group]]:
-        """`later`: what is reduced is added to the gradients of earlier micro-batches, which live already."""
-        return reduction(unit, summed, not later)
-
     def _prefetched(self, first: bool = False) -> _Terms:
         """What is gathered beside a unit's backward: the layer before, in the end (`first`) the embedding."""
         unit = self.embedding if first else (self.layers[0][0] if self.layers else None)
@@ -317,21 +321,17 @@ class _Stage:
     def _backward(self) -> Iterator[Snapshot]:
         # The table's reduction is in flight while the last layer computes; after a chunked loss the final norm's alone.
         after_head = self._reduced_first() if self.tied or not self.chunked else None
-        for (others, later), (index, (unit, layer, n)) in product(self.passes, enumerate(self.layers)):
+        for at, (index, (unit, layer, n)) in product(self.passes, enumerate(self.layers)):
             rest = [m - (i == index) for i, m in enumerate(self.counts)]
             after_layer = unit if not self.piped else None
-            in_place = self.piped and later and unit.a.value == unit.r.value
+            in_place = self.piped and at.later and unit.a.value == unit.r.value
             backward = _added_in_place(layer.backward) if in_place else layer.backward
             for which, left, done, buffer in (
                 ("last", rest, 0, after_head),
                 ("first", [0] * len(rest), n - 1, after_layer if n > 1 else after_head),
             ):
-                common = [
-                    *self._standing(others, later, done),
-                    *self._gathered_backward(done, but=unit),
-                    *self.shared,
-                ]
-                common += self._kept(left)
+                common = [*self._standing(at, done), *self._kept(left)]
+                common += [*self._gathered_backward(done, but=unit), *self.shared]
                 if self.piped and not self.stays:  # beside what the layers before it left gathered
                     again = (*common, (1, unit.gathered), (1, unit.flat), (1, unit.copied))
                     yield Snapshot(f"gathering the {which} layer for its backward", again)
@@ -348,7 +348,7 @@ class _Stage:
                     end = (*computing, (1, self.x), (1, unit.unreduced))
                     yield Snapshot(f"end of the {which} layer's backward", end)
                 if not self.piped:
-                    for where, group in self._reduction(unit, later):
+                    for where, group in reduction(unit, new=not at.later):
                         yield Snapshot(f"reducing the {which} layer: {where}", (*common, (1, self.x), (1, group)))
 
     def _embedding(self) -> Iterator[Snapshot]:
@@ -358,15 +358,15 @@ class _Stage:
         if self.tied and self.chunked:
             unit = self._buffers(_one_table(unit.unit))
         end = (1, pieces.embedded(self.plan, self.shape, self.training).backward)
-        for others, later in self.passes:
-            common = (*self._standing(others, later, self.every), end)
+        for at in self.passes:
+            common = (*self._standing(at, max(self.counts, default=0)), end)
             if self.piped:
                 if not self.stays:
                     again = (*common, *_gathered(self.units), (1, unit.flat), (1, unit.copied))
                     yield Snapshot("gathering the embedding for its backward", again)
                 yield Snapshot("backward of the embedding", (*common, *_gathered(self.units), (1, unit.unreduced)))
             else:
-                for where, group in self._reduction(unit, later):
+                for where, group in reduction(unit, new=not at.later):
                     yield Snapshot(f"reducing the embedding: {where}", (*common, (1, group)))
 
     def _sums(self) -> Iterator[Snapshot]:
@@ -384,7 +384,7 @@ class _Stage:
             found += [(n, unit.parameters), (n, unit.reduced), (n, unit.moments)]
             if self.training.optimizer == "foreach":
                 found.append((n, unit.roots))
-        yield Snapshot("optimizer step", (*found, (1, Group.of(*self._tables()))))
+        yield Snapshot("optimizer step", (*found, (1, self._tables())))
 
     def _kept_by_part(self) -> dict[str, float]:
         terms = [*self._kept(self.counts), (1, self.beside)]
