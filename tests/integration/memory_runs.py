@@ -8,6 +8,7 @@ import random
 import tempfile
 from collections import Counter
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -136,7 +137,11 @@ def measure(rank: int, plan: ParallelPlan, shape: ModelShape, training: Training
             if not kept:  # the first micro-batch
                 kept.update(count.settled())
 
+        def before_forward(module: Any, args: Any) -> None:
+            count.name((x for x in args if x.is_floating_point()), "activations")  # what a stage received
+
         stack.enter_context(_removed(trainer.model_parts[-1].register_forward_hook(after_forward)))
+        stack.enter_context(_removed(trainer.model_parts[-1].register_forward_pre_hook(before_forward)))
         step_of = trainer.optimizers.step
 
         def optimize(*args: Any, **kwargs: Any) -> None:
@@ -212,8 +217,11 @@ def _name_parts(stack: ExitStack, count: TensorBytes, group: Any, trainer: Any) 
     within(attention, "attention_mask_B1LK", "attention")
 
 
-def layouts(seed: int, count: int) -> list[tuple[ParallelPlan, ModelShape, Training]]:
-    """Drawn from the valid grid: 1, 2 or 4 ranks, each kind of model and each checkpointing mode in turn."""
+def layouts(seed: int, count: int, wide: bool = False) -> list[tuple[ParallelPlan, ModelShape, Training]]:
+    """Drawn from the valid grid: 1, 2 or 4 ranks, each kind of model and each checkpointing mode in turn.
+
+    `wide` draws from pipelines, context parallel and several micro-batches too, half of the time two of them at once.
+    """
     draw = random.Random(seed)
     found: list[tuple[ParallelPlan, ModelShape, Training]] = []
     while len(found) < count:
@@ -240,6 +248,18 @@ def layouts(seed: int, count: int) -> list[tuple[ParallelPlan, ModelShape, Train
             selective_keeps_attention=False,
             dispatcher=draw.choice(("gather", "gather", "capacity", "all-to-all")),  # type: ignore[arg-type]
         )
-        if plan.dp_replicate * plan.tp <= world and not errors(plan, shape, world, training):
+        if wide:
+            plan, training = _widened(draw, plan, world, training)
+        if plan.dp_replicate * plan.cp * plan.tp * plan.pp <= world and not errors(plan, shape, world, training):
             found.append((plan.resolve(world), shape, training))
     return found
+
+
+def _widened(draw: random.Random, plan: ParallelPlan, world: int, training: Training) -> tuple[ParallelPlan, Training]:
+    pp, cp = draw.choice(((1, 1), (2, 1), (2, 1), (1, 2), (2, 2)))
+    plan = replace(plan, pp=pp, cp=cp)
+    batches = draw.choice((pp, pp, pp + 1))
+    plan = replace(plan, global_batch=plan.resolve(world).global_batch * batches)
+    # A rank's part of the sequence always has a mask, and the loss of a pipeline is not chunked.
+    attention = "masked" if cp > 1 else training.attention
+    return plan, replace(training, attention=attention, loss_chunks=1 if pp > 1 else training.loss_chunks)  # type: ignore[arg-type]

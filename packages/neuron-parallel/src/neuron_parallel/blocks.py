@@ -85,7 +85,10 @@ def _attention(s: Symbols, training: Training) -> list[Op]:
         Op("rope k", ("norm(k)",), {"rotated k": T * groups * a}, ("cos, sin",)),
     ]
     if s.cp > 1:
-        ops += [Op("all-gather k", ("rotated k",), {"all k": keys}), Op("all-gather v", ("v",), {"all v": keys})]
+        ops += [
+            Op("all-gather k", ("rotated k",), {"all k": keys}, part="attention"),
+            Op("all-gather v", ("v",), {"all v": keys}, part="attention"),
+        ]
     ops.append(_kernel(s, training, k, v))
     ops += [
         Op("wo", ("attended",), {"projected": T * D * a}, ("attended",), weight=heads * D * a, linear=True),

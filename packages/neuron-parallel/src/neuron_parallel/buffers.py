@@ -33,16 +33,17 @@ class Buffers:
         self.copied = Group.of(
             *(Entry(gathered, f"split {part.name}", part.splits(self.a)) for part in parts),
             *(
-                Entry(gathered, f"cast of the last of {part.name}", part.lasts(self.a))
+                Entry(gathered, f"cast of a parameter of {part.name}", part.casts(self.a))
                 for part in parts
                 if cast and part.ranks == 1
             ),
         )
         """While it is gathered: experts that are divided by another dimension than the first, once more; without a group, the cast
-        of the last parameter."""
-        casts = [Entry(gathered, f"cast of {part.name}", part.reduced(self.a)) for part in shared if cast]
+        of a parameter, of which there is one at a time."""
+        casts = [Entry(gathered, f"cast of {part.name}", part.reduced(self.a)) for part in shared[-1:] if cast]
         self.ahead = Group((1, self.flat), *((1, entry) for entry in casts))
-        """When its gather has only begun: flat buffers, and the cast of this core's share."""
+        """When its gather has only begun: flat buffers, and the cast of this core's share of the part begun last (each part's cast
+        goes when its own all-gather has begun)."""
         self.unreduced = Group.of(*(self._gradients(part, self.a) for part in parts))
         self.summed = Group.of(
             *(Entry(reducing, f"unreduced gradients of {part.name}", part.full(self.r)) for part in parts)
@@ -52,21 +53,23 @@ class Buffers:
         """Of reduce-scatters in flight."""
         self.reduced = Group.of(*(Entry("gradients", part.name, part.reduced(self.p)) for part in parts))
 
-    def _reduction(self, each: Quantity) -> list[tuple[str, Group]]:
+    def _reduction(self, each: Quantity, in_order: bool, new: bool) -> list[tuple[str, Group]]:
         """See the function of that name. `each`: bytes of an element of the gradients."""
         before: list[Entry] = []
         moments = []
-        for number in range(len(self.unit.parts) - 1, -1, -1):
-            part = self.unit.parts[number]
-            waiting = [self._gradients(other, each) for other in self.unit.parts[: number + 1]]
-            moments.append(("copy in", Group.of(*before, *waiting, self._input(part))))
+        order = self.unit.parts if in_order else self.unit.parts[::-1]
+        for number, part in enumerate(order):
+            waiting = [self._gradients(other, each) for other in order[:number:-1]]
+            gradients, copied = self._gradients(part, each), self._input(part)
+            moments.append(("copy in", Group.of(*before, *waiting, gradients, copied)))
             out = Entry("gradient buffers", f"reduced gradients of {part.name}", part.reduced(self.r))
             if part.ranks == 1:  # no collective: a copy, divided
                 other = Entry("gradient buffers", f"divided gradients of {part.name}", part.full(self.r))
             else:  # the last parameter's gradient is still referred to
                 other = Entry("gradient buffers", f"gradient of the last of {part.name}", part.lasts(each))
-            moments.append(("reduced", Group.of(*before, *waiting[:-1], other, out, self._input(part))))
-            before = [self._input(part), Entry("gradients", part.name, part.reduced(self.p))]
+            moments.append(("reduced", Group.of(*before, *waiting, other, out, copied)))
+            before += [copied] if not in_order else []
+            before += [Entry("gradients", part.name, part.reduced(self.p))] if new else []
         return moments
 
     def _flat(self, part: Part) -> Entry:
@@ -86,9 +89,11 @@ def buffers(unit: Unit, a: int, r: int, p: int) -> Buffers:
 
 
 @lru_cache(maxsize=8192)
-def reduction(of: Buffers, summed: bool = False) -> list[tuple[str, Group]]:
-    """FSDP's post-backward, part by part, experts first: gradients copied into the reduce-scatter's input, then its output.
+def reduction(of: Buffers, summed: bool = False, new: bool = True) -> list[tuple[str, Group]]:
+    """FSDP's post-backward, part by part: gradients copied into the reduce-scatter's input, then its output.
 
-    `summed`: gradients were added up in the reduced dtype before.
+    Experts come first, and their input is in flight until both parts are reduced. `summed`: gradients were added up in the reduced
+    dtype before; then a pipeline reduces parts in order, and waits for the one before. `new`: not added to those of an earlier
+    micro-batch.
     """
-    return of._reduction(of.r if summed else of.a)
+    return of._reduction(of.r if summed else of.a, summed, new)

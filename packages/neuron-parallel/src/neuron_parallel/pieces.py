@@ -28,6 +28,8 @@ class Layer:
 
     kept: Group
     """Between forward and backward."""
+    keeps_input: bool
+    """"x" is in it."""
     forward: Group
     forward_at: str
     recompute: Group | None
@@ -118,6 +120,7 @@ def _layer(plan: ParallelPlan, shape: ModelShape, training: Training, moe: bool)
     forward = tape.keeping if none else tape.bare
     return Layer(
         kept=_kept(plan, shape, training, moe),
+        keeps_input="x" in sizes,
         forward=_named(forward.live if none else sizes | forward.live, tape.parts, sizes),
         forward_at=forward.where,
         recompute=None if none else tape.recompute_group,

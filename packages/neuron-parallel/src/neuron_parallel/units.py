@@ -7,6 +7,7 @@ reduces the shared table twice, once for each of its names.
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 from neuron_parallel.placement import UnitName, parameters, unit_numbers
 from neuron_parallel.plan import ParallelPlan, expert_shard_dim
@@ -27,6 +28,8 @@ class Part:
     gathered: int
     last: int
     """Of the last parameter, gathered."""
+    cast: int
+    """Beyond what is gathered, where parameters are cast and copied one by one: before those that come after the largest."""
     split: int
     """Of the parameters that are divided by another dimension than the first, gathered: they are copied once more."""
     letter: str = "p"
@@ -45,6 +48,9 @@ class Part:
 
     def lasts(self, bytes_each: Quantity) -> Quantity:
         return Quantity(self.last, f"P(last of {self.name})") * bytes_each
+
+    def casts(self, bytes_each: Quantity) -> Quantity:
+        return Quantity(self.cast, f"P(cast of {self.name})") * bytes_each
 
     def splits(self, bytes_each: Quantity) -> Quantity:
         return Quantity(self.split, f"P(split of {self.name})") * bytes_each if self.ranks > 1 and self.split else ZERO
@@ -85,13 +91,16 @@ def _unit(shape: ModelShape, dp_shard: int, cp: int, tp: int, ep: int, name: Uni
     for experts in (False, True) if apart else (None,):
         own = [row for row in rows if experts is None or row[0].expert == experts]
         if own:
+            gathered = [full for _, _, full in own]
             parts.append(
                 Part(
                     f"{name} experts" if experts else name,
                     plan.efsdp if experts else plan.fsdp,
                     sum(held for _, held, _ in own),
-                    sum(full for _, _, full in own),
-                    own[-1][2],
+                    sum(gathered),
+                    gathered[-1],
+                    max(so_far + full for so_far, full in zip(accumulate(gathered), gathered, strict=True))
+                    - sum(gathered),
                     sum(full for row, _, full in own if row.expert and split),
                     "p" if sum(held for _, held, _ in own) == owned else "q",
                 )
