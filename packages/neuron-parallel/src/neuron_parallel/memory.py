@@ -184,7 +184,21 @@ class _Stage:
 
     def _standing(self, at: _Pass, done: int | None = None) -> _Terms:
         """What lives beside a micro-batch of which `done` layers of each kind went backward (None: not even the head)."""
-        return [(1, at.standing), *([] if at.later else self._gradients(self._done(done)))]
+        new = [] if at.later else self._gradients(self._done(done))
+        return [(1, at.standing), *new, *self._outputs(at, done)]
+
+    def _holds(self, later: bool) -> bool:
+        """With replicas, FSDP2 holds what it all-reduced until the backward pass ends: the gradient itself, unless that is the sum
+        over micro-batches or has another dtype."""
+        return self.plan.dp_replicate > 1 and (later or self.training.reduce_bytes != self.training.param_bytes)
+
+    def _outputs(self, at: _Pass, done: int | None) -> _Terms:
+        """What is held of `done` layers of each kind and of what came before them."""
+        if done is None or self.piped or not self._holds(at.later):
+            return []
+        before = self._in_flight_first()
+        layers: _Terms = [(min(n, done), unit.outputs) for unit, _, n in self.layers if done]
+        return [*layers, (1, before.outputs)] if before else layers
 
     def _between(self, others: int) -> Group:
         """Inputs of the step; of a pipeline those of all its micro-batches, and the buffers for what neighbours send."""
@@ -302,7 +316,7 @@ class _Stage:
             return
         if not self.chunked:  # else reduced while everything still lives
             whole = [*standing, (1, Group.of(Entry("working", "gradient of y", y))), *self._prefetched()]
-        for where, group in reduction(reduced, summed=self.chunked, new=not self.passes[0].later):
+        for where, group in self._reduction(reduced, self.passes[0], summed=self.chunked):
             yield Snapshot(f"reducing the head: {where}", (*whole, (1, group)))
 
     def _reduced_first(self) -> Buffers | None:
@@ -313,14 +327,20 @@ class _Stage:
             return self._buffers(_one_table(self.head.unit))
         return None if self.tied else self.head
 
+    def _reduction(self, unit: Buffers, at: _Pass, summed: bool = False) -> list[tuple[str, Group]]:
+        return reduction(unit, summed, new=not at.later, held=self._holds(at.later))
+
+    def _in_flight_first(self) -> Buffers | None:
+        """What the last layer finds in flight: the head's reduction; after a chunked loss of an untied head the final norm's alone."""
+        return self._reduced_first() if self.tied or not self.chunked else None
+
     def _prefetched(self, first: bool = False) -> _Terms:
         """What is gathered beside a unit's backward: the layer before, in the end (`first`) the embedding."""
         unit = self.embedding if first else (self.layers[0][0] if self.layers else None)
         return [(1, unit.flat)] if unit and not self.stays else []
 
     def _backward(self) -> Iterator[Snapshot]:
-        # The table's reduction is in flight while the last layer computes; after a chunked loss the final norm's alone.
-        after_head = self._reduced_first() if self.tied or not self.chunked else None
+        after_head = self._in_flight_first()
         for at, (index, (unit, layer, n)) in product(self.passes, enumerate(self.layers)):
             rest = [m - (i == index) for i, m in enumerate(self.counts)]
             after_layer = unit if not self.piped else None
@@ -333,8 +353,8 @@ class _Stage:
                 common = [*self._standing(at, done), *self._kept(left)]
                 common += [*self._gathered_backward(done, but=unit), *self.shared]
                 if self.piped and not self.stays:  # beside what the layers before it left gathered
-                    again = (*common, (1, unit.gathered), (1, unit.flat), (1, unit.copied))
-                    yield Snapshot(f"gathering the {which} layer for its backward", again)
+                    for gathering in unit.gathering:
+                        yield Snapshot(f"gathering the {which} layer for its backward", (*common, (1, gathering)))
                 common += self._prefetched(which == "first" or n == 1)
                 if self.tied and self.head and not self.chunked:  # waits for the embedding's gradient
                     table = Entry("gradient buffers", "gradient of the head", self.head.unit.parts[0].lasts(self.s.a))
@@ -348,7 +368,7 @@ class _Stage:
                     end = (*computing, (1, self.x), (1, unit.unreduced))
                     yield Snapshot(f"end of the {which} layer's backward", end)
                 if not self.piped:
-                    for where, group in reduction(unit, new=not at.later):
+                    for where, group in self._reduction(unit, at):
                         yield Snapshot(f"reducing the {which} layer: {where}", (*common, (1, self.x), (1, group)))
 
     def _embedding(self) -> Iterator[Snapshot]:
@@ -366,7 +386,7 @@ class _Stage:
                     yield Snapshot("gathering the embedding for its backward", again)
                 yield Snapshot("backward of the embedding", (*common, *_gathered(self.units), (1, unit.unreduced)))
             else:
-                for where, group in reduction(unit, new=not at.later):
+                for where, group in self._reduction(unit, at):
                     yield Snapshot(f"reducing the embedding: {where}", (*common, (1, group)))
 
     def _sums(self) -> Iterator[Snapshot]:
@@ -375,7 +395,9 @@ class _Stage:
             waiting = [(n - 1, unit), *self.units[index + 1 :]]
             common: _Terms = [(1, self.always), *((m, other.summed) for m, other in waiting), *_gathered(waiting)]
             common += [(m, other.reduced) for m, other in self.units[:index]]
-            for where, group in reduction(unit, summed=True):
+            if held := self._holds(later=False):
+                common += [(m, other.outputs) for m, other in self.units[:index]]
+            for where, group in reduction(unit, summed=True, held=held):
                 yield Snapshot(f"reducing a stage's sums: {where}", (*common, (1, group)))
 
     def _optimizer(self) -> Iterator[Snapshot]:
