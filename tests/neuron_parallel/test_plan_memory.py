@@ -128,6 +128,24 @@ def test_pipeline_stages_keep_the_micro_batches_in_flight():
     assert four["parameters"] == pytest.approx(one["parameters"], rel=0.35)
 
 
+def test_micro_batches_after_the_first_find_the_gradients_of_all_parameters():
+    one, two = (memory(plan(64, tp=4, global_batch=16 * n), QWEN3_8B).peak.by_part() for n in (1, 2))
+    assert one["gradients"] == 0
+    assert two == one | {"gradients": one["parameters"]}
+
+
+def test_from_its_second_micro_batch_on_a_pipelines_last_stage_has_its_gradients_unsharded():
+    def at_the_loss(batches):
+        layout = plan(8, pp=2, dp_shard=4, global_batch=4 * batches)
+        moments = memory(layout, QWEN3_8B, Training(), stage=1).moments
+        return next(m for m in moments if m.where == "loss: log-softmax backward").by_part()
+
+    assert at_the_loss(1)["gradient buffers"] == 0
+    parts = at_the_loss(2)
+    assert parts["gradient buffers"] == 4 * parts["parameters"]  # FSDP over 4 ranks, both in float32
+    assert parts["gathered parameters"] == 2 * parts["parameters"]  # all of the stage, in BF16
+
+
 def test_the_allowance_is_what_separates_24_gib_from_where_runs_failed():
     assert device_allowance(TRN2) == pytest.approx(24 * (1 << 30) - 23.5e9)
 

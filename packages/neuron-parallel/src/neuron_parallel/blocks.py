@@ -79,7 +79,8 @@ def _attention(s: Symbols, training: Training) -> list[Op]:
             ("norm(q)",),
             {"rotated q": T * heads * a},
             ("cos, sin",),
-            scratch=3 * rope,
+            # before the result: q's halves swapped and two products in float32; from BF16 also q and k themselves
+            scratch=T * H * K * 14 + T * G * K * 4 if a.value == 2 else 2 * rope,
             scratch_backward=2 * rope,
         ),
         Op("rope k", ("norm(k)",), {"rotated k": T * groups * a}, ("cos, sin",)),

@@ -4,6 +4,7 @@ In forward, a unit's flat all-gather output lives on until the next unit is gath
 has one rank there is no flat buffer, but a cast of each parameter in turn.
 """
 
+from collections.abc import Iterator
 from functools import lru_cache
 
 from neuron_parallel.quantity import Quantity
@@ -20,7 +21,6 @@ class Buffers:
         self.unit = unit
         self.a, self.r, self.p = Quantity(a, "a"), Quantity(r, "r"), Quantity(p, "p")
         parts, shared = unit.parts, [part for part in unit.parts if part.ranks > 1]
-        cast = a != p
         gathered, reducing, held = "gathered parameters", "gradient buffers", unit.held(self.p)
         self.parameters = Group.of(Entry("parameters", unit.name, held))
         self.moments = Group((2, Entry("moments", unit.name, held)))
@@ -30,17 +30,19 @@ class Buffers:
         """All-gather outputs."""
         self.last_flat = Group.of(self._flat(parts[-1]))
         """Of the unit's last gather, which lives until the next unit's."""
-        self.copied = Group.of(
-            *(Entry(gathered, f"split {part.name}", part.splits(self.a)) for part in parts),
-            *(
-                Entry(gathered, f"cast of a parameter of {part.name}", part.casts(self.a))
-                for part in parts
-                if cast and part.ranks == 1
-            ),
-        )
+        self.copied = Group.of(*(entry for part in parts for entry in self._copied(part)))
         """While it is gathered: experts that are divided by another dimension than the first, once more; without a group, the cast
         of a parameter, of which there is one at a time."""
-        casts = [Entry(gathered, f"cast of {part.name}", part.reduced(self.a)) for part in shared[-1:] if cast]
+        self.gathering = [
+            Group.of(
+                *(Entry(gathered, other.name, other.full(self.a)) for other in parts[: number + 1]),
+                *(self._flat(other) for other in parts[number:]),
+                *self._copied(part),
+            )
+            for number, part in enumerate(parts)
+        ]
+        """Part by part in backward, where each flat buffer goes with its copy."""
+        casts = [Entry(gathered, f"cast of {part.name}", part.reduced(self.a)) for part in shared[-1:] if a != p]
         self.ahead = Group((1, self.flat), *((1, entry) for entry in casts))
         """When its gather has only begun: flat buffers, and the cast of this core's share of the part begun last (each part's cast
         goes when its own all-gather has begun)."""
@@ -51,9 +53,11 @@ class Buffers:
         """Over the micro-batches of a pipeline."""
         self.inputs = Group.of(*(self._input(part) for part in parts))
         """Of reduce-scatters in flight."""
+        self.outputs = Group.of(*(self._output(part) for part in parts))
+        """Of reductions, where they are other tensors than the gradients."""
         self.reduced = Group.of(*(Entry("gradients", part.name, part.reduced(self.p)) for part in parts))
 
-    def _reduction(self, each: Quantity, in_order: bool, new: bool) -> list[tuple[str, Group]]:
+    def _reduction(self, each: Quantity, in_order: bool, new: bool, held: bool) -> list[tuple[str, Group]]:
         """See the function of that name. `each`: bytes of an element of the gradients."""
         before: list[Entry] = []
         moments = []
@@ -62,7 +66,7 @@ class Buffers:
             waiting = [self._gradients(other, each) for other in order[:number:-1]]
             gradients, copied = self._gradients(part, each), self._input(part)
             moments.append(("copy in", Group.of(*before, *waiting, gradients, copied)))
-            out = Entry("gradient buffers", f"reduced gradients of {part.name}", part.reduced(self.r))
+            out = self._output(part)
             if part.ranks == 1:  # no collective: a copy, divided
                 other = Entry("gradient buffers", f"divided gradients of {part.name}", part.full(self.r))
             else:  # the last parameter's gradient is still referred to
@@ -70,7 +74,16 @@ class Buffers:
             moments.append(("reduced", Group.of(*before, *waiting, other, out, copied)))
             before += [copied] if not in_order else []
             before += [Entry("gradients", part.name, part.reduced(self.p))] if new else []
+            before += [out] if held else []
         return moments
+
+    def _copied(self, part: Part) -> Iterator[Entry]:
+        yield Entry("gathered parameters", f"split {part.name}", part.splits(self.a))
+        if self.a.value != self.p.value and part.ranks == 1:
+            yield Entry("gathered parameters", f"cast of a parameter of {part.name}", part.casts(self.a))
+
+    def _output(self, part: Part) -> Entry:
+        return Entry("gradient buffers", f"reduced gradients of {part.name}", part.reduced(self.r))
 
     def _flat(self, part: Part) -> Entry:
         return Entry("gathered parameters", f"{part.name}, as gathered", part.flat(self.a))
@@ -89,11 +102,11 @@ def buffers(unit: Unit, a: int, r: int, p: int) -> Buffers:
 
 
 @lru_cache(maxsize=8192)
-def reduction(of: Buffers, summed: bool = False, new: bool = True) -> list[tuple[str, Group]]:
+def reduction(of: Buffers, summed: bool = False, new: bool = True, held: bool = False) -> list[tuple[str, Group]]:
     """FSDP's post-backward, part by part: gradients copied into the reduce-scatter's input, then its output.
 
     Experts come first, and their input is in flight until both parts are reduced. `summed`: gradients were added up in the reduced
     dtype before; then a pipeline reduces parts in order, and waits for the one before. `new`: not added to those of an earlier
-    micro-batch.
+    micro-batch. `held`: outputs outlive their reduction.
     """
-    return of._reduction(of.r if summed else of.a, summed, new)
+    return of._reduction(of.r if summed else of.a, summed, new, held)

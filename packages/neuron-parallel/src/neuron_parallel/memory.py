@@ -10,7 +10,7 @@ usually need less, and their scratch is the one allowance here (`device_allowanc
 
 Constants of FSDP2: in forward, a layer's flat all-gather output lives on until the next layer is gathered, beside the copy it computes
 with; in backward the previous layer's is prefetched, last the embedding's, unless parameters stayed gathered; one reduce-scatter input
-is in flight; head and final norm stay gathered from forward to backward; with tied weights, the embedding is the head. With a chunked
+is in flight; head and final norm stay gathered from forward to backward, unless always resharded; with tied weights, the embedding is the head. With a chunked
 loss the head's table is reduced before the final norm goes backward. Each micro-batch is reduced on its own, and those after the first
 find its gradients. In a pipeline parameters stay gathered from the first backward pass to the step's end, gradients are summed
 unsharded, and both end unit by unit after the last micro-batch.
@@ -27,6 +27,7 @@ from neuron_parallel import pieces
 from neuron_parallel.buffers import Buffers, buffers, reduction
 from neuron_parallel.hardware import Cluster
 from neuron_parallel.plan import ParallelPlan, Training, stage_layers
+from neuron_parallel.quantity import Quantity
 from neuron_parallel.report import PARTS, Entry, Group, Memory, Snapshot, Term
 from neuron_parallel.shape import ModelShape
 from neuron_parallel.symbols import Symbols
@@ -203,7 +204,21 @@ class _Stage:
 
     def _standing(self, at: _Pass, done: int | None = None) -> _Terms:
         """What lives beside a micro-batch of which `done` layers of each kind went backward (None: not even the head)."""
-        return [(1, at.standing), *([] if at.later else self._gradients(self._done(done)))]
+        new = [] if at.later else self._gradients(self._done(done))
+        return [(1, at.standing), *new, *self._outputs(at, done)]
+
+    def _holds(self, later: bool) -> bool:
+        """With replicas, FSDP2 holds what it all-reduced until the backward pass ends: the gradient itself, unless that is the sum
+        over micro-batches or has another dtype."""
+        return self.plan.dp_replicate > 1 and (later or self.training.reduce_bytes != self.training.param_bytes)
+
+    def _outputs(self, at: _Pass, done: int | None) -> _Terms:
+        """What is held of `done` layers of each kind and of what came before them."""
+        if done is None or self.piped or not self._holds(at.later):
+            return []
+        before = self._in_flight_first()
+        layers: _Terms = [(min(n, done), unit.outputs) for unit, _, n in self.layers if done]
+        return [*layers, (1, before.outputs)] if before else layers
 
     def _between(self, others: int) -> Group:
         """Inputs of the step; of a pipeline those of all its micro-batches, and the buffers for what neighbours send."""
@@ -284,7 +299,8 @@ class _Stage:
                 held_then = embedding if self.stays else self.shared
                 yield Snapshot("gathering the first layer", (*start, *held_then, x, flat, *gathering))
             if self.ahead and n > 1:
-                yield Snapshot("gathering a layer ahead", (*common, x, one, last_flat, (1, unit.ahead)))
+                this = [] if self.stays else [one]  # else among those that were gathered before
+                yield Snapshot("gathering a layer ahead", (*common, x, *this, last_flat, (1, unit.ahead)))
             if self.ahead and self.head and not self.tied:
                 yield Snapshot("gathering the head ahead", (*common, x, one, last_flat, (1, self.head.ahead)))
             prefetched = [(1, unit.flat)] if self.ahead and n > 1 else []
@@ -298,28 +314,34 @@ class _Stage:
         if not head:
             return
         end = pieces.loss(self.plan, self.shape, self.training)
-        standing = [*self._standing(self.passes[0]), *self._gathered_forward(False), *self._kept(self.counts)]
-        common: _Terms = [*standing, (1, head.gathered)]
-        y = self.s.t * self.s.D * self.s.a
+        at, y = self.passes[0], self.s.t * self.s.D * self.s.a
+        standing = [*self._standing(at), *self._gathered_forward(False), *self._kept(self.counts)]
+        gathering = ((1, head.gathered), (1, head.flat), (1, head.copied))
         if not self.tied:
             flat = [(1, self.layers[0][0].last_flat)] if self.layers else []
-            terms = (*common, (1, Group.of(Entry("activations", "y", y))), *flat, (1, head.flat), (1, head.copied))
+            terms = (*standing, (1, Group.of(Entry("activations", "y", y))), *flat, *gathering)
             yield Snapshot("gathering the head", terms)
-        common.append((1, end.kept))
-        whole = list(common)
-        if self.chunked:  # the head's gradient is added up over the chunks before it is reduced
-            again = (*whole, (1, head.flat), (1, head.copied))
-            yield Snapshot("gathering the head again for the final norm's backward", again)
-            table = head.unit.parts[0].lasts(head.r)
-            common.append((1, Group.of(Entry("gradient buffers", "gradient of the head", table))))
+        without: _Terms = [*standing, (1, end.kept)]
+        whole: _Terms = [*without, (1, head.gathered)]
+        table = [(1, _table_gradient(head, head.r))] if self.chunked else []  # added up before it is reduced
+        # Resharded after its forward, the head is not there for the loss.
+        resharded = self.training.reshard == "always" and not self.chunked
         for where, group in end.moments:
-            yield Snapshot(f"loss: {where}", (*common, (1, group)))
+            at_loss = without if resharded and not where.startswith("head") else [*whole, *table]
+            yield Snapshot(f"loss: {where}", (*at_loss, (1, group)))
+        logits = (1, Entry("logits", "gradient of logits", self.s.T * self.s.V * self.s.a))
+        if self.chunked:
+            yield Snapshot("gathering the head for the final norm's backward", (*without, *gathering))
+        elif resharded:
+            yield Snapshot("gathering the head for its backward", (*without, logits, *gathering))
+        if self.piped and not self._in_place(head, at):
+            yield Snapshot("end of the head's backward", (*whole, logits, (1, _table_gradient(head, head.a))))
         reduced = self._reduced_first()
         if not reduced:
             return
         if not self.chunked:  # else reduced while everything still lives
             whole = [*standing, (1, Group.of(Entry("working", "gradient of y", y))), *self._prefetched()]
-        for where, group in reduction(reduced, summed=self.chunked, new=not self.passes[0].later):
+        for where, group in self._reduction(reduced, at, summed=self.chunked):
             yield Snapshot(f"reducing the head: {where}", (*whole, (1, group)))
 
     def _reduced_first(self) -> Buffers | None:
@@ -330,18 +352,28 @@ class _Stage:
             return self._buffers(_one_table(self.head.unit))
         return None if self.tied else self.head
 
+    def _reduction(self, unit: Buffers, at: _Pass, summed: bool = False) -> list[tuple[str, Group]]:
+        return reduction(unit, summed, new=not at.later, held=self._holds(at.later))
+
+    def _in_place(self, unit: Buffers, at: _Pass) -> bool:
+        """Whether autograd itself adds a gradient to the sum of earlier micro-batches, since both have one dtype."""
+        return self.piped and at.later and unit.a.value == unit.r.value
+
+    def _in_flight_first(self) -> Buffers | None:
+        """What the last layer finds in flight: the head's reduction; after a chunked loss of an untied head the final norm's alone."""
+        return self._reduced_first() if self.tied or not self.chunked else None
+
     def _prefetched(self, first: bool = False) -> _Terms:
         """What is gathered beside a unit's backward: the layer before, in the end (`first`) the embedding."""
         unit = self.embedding if first else (self.layers[0][0] if self.layers else None)
         return [(1, unit.flat)] if unit and not self.stays else []
 
     def _backward(self) -> Iterator[Snapshot]:
-        # The table's reduction is in flight while the last layer computes; after a chunked loss the final norm's alone.
-        after_head = self._reduced_first() if self.tied or not self.chunked else None
+        after_head = self._in_flight_first()
         for at, (index, (unit, layer, n)) in product(self.passes, enumerate(self.layers)):
             rest = [m - (i == index) for i, m in enumerate(self.counts)]
             after_layer = unit if not self.piped else None
-            in_place = self.piped and at.later and unit.a.value == unit.r.value
+            in_place = self._in_place(unit, at)
             backward = _added_in_place(layer.backward) if in_place else layer.backward
             for which, left, done, buffer in (
                 ("last", rest, 0, after_head),
@@ -350,12 +382,11 @@ class _Stage:
                 common = [*self._standing(at, done), *self._kept(left)]
                 common += [*self._gathered_backward(done, but=unit), *self.shared]
                 if self.piped and not self.stays:  # beside what the layers before it left gathered
-                    again = (*common, (1, unit.gathered), (1, unit.flat), (1, unit.copied))
-                    yield Snapshot(f"gathering the {which} layer for its backward", again)
+                    for gathering in unit.gathering:
+                        yield Snapshot(f"gathering the {which} layer for its backward", (*common, (1, gathering)))
                 common += self._prefetched(which == "first" or n == 1)
                 if self.tied and self.head and not self.chunked:  # waits for the embedding's gradient
-                    table = Entry("gradient buffers", "gradient of the head", self.head.unit.parts[0].lasts(self.s.a))
-                    common.append((1, Group.of(table)))
+                    common.append((1, _table_gradient(self.head, self.s.a)))
                 computing = [*common, (1, unit.gathered), *([(1, buffer.inputs)] if buffer else [])]
                 if layer.recompute:
                     where = f"recomputation of the {which} layer: {layer.recompute_at}"
@@ -365,7 +396,7 @@ class _Stage:
                     end = (*computing, (1, self.x), (1, unit.unreduced))
                     yield Snapshot(f"end of the {which} layer's backward", end)
                 if not self.piped:
-                    for where, group in reduction(unit, new=not at.later):
+                    for where, group in self._reduction(unit, at):
                         yield Snapshot(f"reducing the {which} layer: {where}", (*common, (1, self.x), (1, group)))
 
     def _embedding(self) -> Iterator[Snapshot]:
@@ -383,7 +414,7 @@ class _Stage:
                     yield Snapshot("gathering the embedding for its backward", again)
                 yield Snapshot("backward of the embedding", (*common, *_gathered(self.units), (1, unit.unreduced)))
             else:
-                for where, group in reduction(unit, new=not at.later):
+                for where, group in self._reduction(unit, at):
                     yield Snapshot(f"reducing the embedding: {where}", (*common, (1, group)))
 
     def _sums(self) -> Iterator[Snapshot]:
@@ -392,7 +423,9 @@ class _Stage:
             waiting = [(n - 1, unit), *self.units[index + 1 :]]
             common: _Terms = [(1, self.always), *((m, other.summed) for m, other in waiting), *_gathered(waiting)]
             common += [(m, other.reduced) for m, other in self.units[:index]]
-            for where, group in reduction(unit, summed=True):
+            if held := self._holds(later=False):
+                common += [(m, other.outputs) for m, other in self.units[:index]]
+            for where, group in reduction(unit, summed=True, held=held):
                 yield Snapshot(f"reducing a stage's sums: {where}", (*common, (1, group)))
 
     def _optimizer(self) -> Iterator[Snapshot]:
@@ -424,6 +457,10 @@ class _Stage:
                 if part.held != unit.owned:
                     letters[f"q({part.name})"] = part.held
         return letters
+
+
+def _table_gradient(head: Buffers, each: Quantity) -> Entry:
+    return Entry("gradient buffers", "gradient of the head", head.unit.parts[0].lasts(each))
 
 
 def _gathered(units: _Units) -> _Terms:
