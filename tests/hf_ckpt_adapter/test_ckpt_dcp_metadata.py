@@ -3,6 +3,10 @@ writes; what they read is nothing but the records DCP consists of."""
 
 import io
 import pickle
+import subprocess
+import sys
+import tracemalloc
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -75,9 +79,6 @@ def test_any_dtype_and_a_transposed_tensor_are_read_as_torch_saved_them(tmp_path
 
 
 def test_reading_and_writing_dcp_imports_no_distributed_code(tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
     write_hub(tmp_path / "hub", config(), state(config()))
     code = (
         "import sys; from hf_ckpt_adapter import convert_checkpoint as convert;"
@@ -115,6 +116,105 @@ def test_metadata_with_a_foreign_class_is_refused_by_name(tmp_path: Path, capfd:
 def test_pickles_that_ask_for_memory_or_odd_opcodes_are_refused_before_they_run(data: bytes) -> None:
     with pytest.raises(ValueError, match=r"somewhere"):
         safe_unpickle(data, {}, "somewhere")
+
+
+TORCH_NAMES = "torch.distributed.checkpoint.metadata"
+
+
+def class_named(module: str, name: str) -> bytes:
+    return b"c" + f"{module}\n{name}\n".encode()
+
+
+def nested(depth: int, opening: bytes, closing: bytes) -> bytes:
+    """Pickle code: a tuple or list of two of the one before, `depth` times: 2^depth of them when walked through."""
+    code = opening + b"q\x00"
+    for level in range(depth):
+        pair = b"h" + bytes([level]) + b"h" + bytes([level])
+        code += b"0" + (pair + closing if opening == b")" else b"](" + pair + closing) + b"q" + bytes([level + 1])
+    return code
+
+
+def metadata_pickle(described: bytes) -> bytes:
+    """`.metadata` whose state_dict_metadata is a dict of the keys and values that `described` pushes."""
+    return b"\x80\x02" + class_named(TORCH_NAMES, "Metadata") + b"}(" + described + b"u}}\x87R."
+
+
+@pytest.mark.parametrize(
+    "key",
+    [nested(60, b")", b"\x86"), b")" + b"\x85" * 1_000_000],
+    ids=["takes 2^60 steps to hash", "is too deep to hash"],
+)
+def test_a_key_that_takes_forever_or_crashes_the_interpreter_is_refused(tmp_path: Path, key: bytes) -> None:
+    (tmp_path / ".metadata").write_bytes(metadata_pickle(key + b"N"))
+    with pytest.raises(ValueError, match="a tuple where a name is expected"):
+        read_metadata(tmp_path)
+
+
+def test_a_record_that_takes_forever_to_print_is_refused_by_its_type(tmp_path: Path) -> None:
+    lists = nested(60, b"]", b"e")
+    properties = class_named(TORCH_NAMES, "TensorProperties") + b")\x81(" + lists + b"NNNNtb"
+    tensor = class_named(TORCH_NAMES, "TensorStorageMetadata") + properties + b"]]\x87R"
+    (tmp_path / ".metadata").write_bytes(metadata_pickle(b"X\x01\x00\x00\x00a" + tensor))
+    with pytest.raises(ValueError, match=r"tensor 'a' has a list for its dtype"):
+        DcpFolder(tmp_path)
+
+
+def test_a_pickle_cannot_change_the_classes_that_it_may_name() -> None:
+    from hf_ckpt_adapter.dcp_records import RECORDS, StorageInfo
+
+    before = dict(vars(StorageInfo))
+    name = class_named("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+    with pytest.raises(ValueError, match="somewhere"):
+        safe_unpickle(b"\x80\x02" + name + b"N}X\x08\x00\x00\x00__init__Ns\x86b.", RECORDS, "somewhere")
+    assert dict(vars(StorageInfo)) == before
+
+
+def test_one_list_named_many_times_is_not_copied_each_time() -> None:
+    from hf_ckpt_adapter.dcp_records import RECORDS
+
+    count = 100_000
+    sizes = (class_named("torch", "Size") + b"h\x00\x85R") * 1000
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"somewhere.*100000 dimensions"):
+        safe_unpickle(b"\x80\x02(](" + b"N" * count + b"eq\x00" + sizes + b"t.", RECORDS, "somewhere")
+    assert tracemalloc.get_traced_memory()[1] < 100 * count
+    tracemalloc.stop()
+
+
+def test_a_name_in_torch_that_is_no_dtype_is_not_even_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__getattr__", lambda name: pytest.fail(f"torch.{name} would be imported"))
+    with pytest.raises(ValueError, match=r"torch\._dynamo"):
+        safe_unpickle(b"\x80\x02" + class_named("torch", "_dynamo") + b".", {}, "somewhere")
+
+
+def test_a_description_without_whole_numbers_is_refused(tmp_path: Path) -> None:
+    old, new = b"K\x00K\x40\x85q", b"G" + bytes(8) + b"K\x40\x85q"  # an offset of 0.0
+    tensors = {"norm.weight": torch.arange(64.0)}
+    dcp.save(tensors, checkpoint_id=tmp_path, no_dist=True)
+    text = io.BytesIO()
+    with zipfile.ZipFile(tmp_path / "__0_0.distcp") as saved, zipfile.ZipFile(text, "w") as forged:
+        for member in saved.infolist():
+            data = saved.read(member)
+            if member.filename.endswith("data.pkl"):
+                assert data.count(old) == 1
+                data = data.replace(old, new)
+            forged.writestr(member.filename, data)
+    (tmp_path / "__0_0.distcp").write_bytes(text.getvalue())
+    _edit(tmp_path, lambda m: setattr(_first(m), "length", len(text.getvalue())))
+    source = DcpFolder(tmp_path)
+    with pytest.raises(ValueError, match=r"__0_0\.distcp: tensor 'norm.weight'"):
+        source.read_rows("norm.weight", 0, memoryview(bytearray(256)))
+
+
+def test_a_zip_of_many_entries_is_not_listed(tmp_path: Path) -> None:
+    dcp.save({"norm.weight": torch.arange(64.0)}, checkpoint_id=tmp_path, no_dist=True)
+    path = tmp_path / "__0_0.distcp"
+    with zipfile.ZipFile(path, "a") as archive:
+        for number in range(15_000):
+            archive.writestr(f"archive/{number:050d}", b"")
+    _edit(tmp_path, lambda m: setattr(_first(m), "length", path.stat().st_size))
+    with pytest.raises(ValueError, match=r"norm.weight.*a directory of \d+ bytes"):
+        DcpFolder(tmp_path).read_rows("norm.weight", 0, memoryview(bytearray(256)))
 
 
 def test_byte_items_are_never_unpickled(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

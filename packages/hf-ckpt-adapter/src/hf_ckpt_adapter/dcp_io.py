@@ -11,22 +11,20 @@ sharding are a set of boxes per tensor; a row is put together from the boxes tha
 
 from __future__ import annotations
 
-import collections
 import io
 import math
 import os
 import pickle
-import pickletools
 import zipfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .dcp_records import RECORDS, Index, Metadata, Tensor
-from .safetensors_io import pread_exactly, regular_file
+from .dcp_records import RECORDS, Index, Metadata, Tensor, as_sizes
+from .safetensors_io import MAX_DIMS, OpenFiles, pread_exactly, regular_file
 from .tensors import TensorInfo, buffer
 
 __all__ = ["DcpFolder", "is_dcp", "read_metadata", "safe_unpickle"]
@@ -34,6 +32,7 @@ __all__ = ["DcpFolder", "is_dcp", "read_metadata", "safe_unpickle"]
 METADATA = ".metadata"
 MAX_METADATA = 512 << 20
 MAX_DESCRIPTION = 64 << 10
+MAX_DIRECTORY = 1 << 20  # of a chunk's zip, which has half a dozen entries
 # Roots of state that is not the model, as TorchTitan's checkpointer names them
 # (components/checkpointer/base.py).
 NOT_MODEL = ("optimizer", "lr_scheduler", "dataloader", "train_state", "trainer")
@@ -54,21 +53,103 @@ STORAGES: dict[str, torch.dtype] = {
 
 # What pickles of plain records of names, numbers, tuples, lists and dicts consist of.
 _OPCODES = """
-    PROTO FRAME STOP MARK MEMOIZE PUT BINPUT LONG_BINPUT GET BINGET LONG_BINGET POP POP_MARK DUP
-    NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 LONG1 FLOAT BINFLOAT LONG
-    UNICODE BINUNICODE SHORT_BINUNICODE STRING BINSTRING SHORT_BINSTRING
-    EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS LIST EMPTY_DICT SETITEM SETITEMS DICT
+    PROTO FRAME STOP MARK MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET POP
+    NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT BINUNICODE SHORT_BINUNICODE
+    EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS EMPTY_DICT SETITEM SETITEMS
     GLOBAL STACK_GLOBAL REDUCE BUILD NEWOBJ BINPERSID
 """.split()  # noqa: SIM905
+_CODES = [getattr(pickle, name)[0] for name in _OPCODES]
 
 
 class _Refused(ValueError):
     """A refusal that already says what and where."""
 
 
+class _Opcodes(dict[int, Callable[[Any], None]]):
+    """Opcode -> what reads it."""
+
+    def __missing__(self, code: int) -> Callable[[Any], None]:
+        raise ValueError(f"opcode {bytes([code])!r} is not among those that records need")
+
+
+class _Unpickler(pickle._Unpickler):
+    """The standard library's reader in Python, with the opcodes above and no others.
+
+    A pickle can do harm with allowed classes too, and does not here: BUILD changes records, never a class or a
+    function; a key is a name or a plain `Index`, since the hash of tuples in tuples in tuples can take forever.
+    """
+
+    def __init__(
+        self,
+        data: bytes,
+        allowed: Mapping[tuple[str, str], Any],
+        what: str,
+        persistent_load: Callable[[Any], Any] | None,
+    ) -> None:
+        file = io.BytesIO(data)
+        super().__init__(file)
+        self._allowed, self._what, self._persistent_load = allowed, what, persistent_load
+        # The library's own loop reads through a Python function for each byte; this is as it is otherwise.
+        self.read, self.readline = file.read, file.readline
+        self.metastack: list[list[Any]] = []
+        self.stack: list[Any] = []
+        self.append = self.stack.append
+
+    def load(self) -> Any:
+        try:
+            while True:
+                self.dispatch[self.read(1)[0]](self)
+        except pickle._Stop as stop:  # type: ignore[attr-defined]
+            return stop.value
+
+    def load_frame(self) -> None:
+        self.read(8)  # a hint for readers that buffer
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._allowed:
+            return self._allowed[module, name]
+        dtype = vars(torch).get(name) if module == "torch" else None  # getattr would import what torch imports late
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        raise _Refused(f"{self._what} wants to load {module}.{name}, which no checkpoint needs. Refused.")
+
+    def persistent_load(self, pid: Any) -> Any:
+        if self._persistent_load is None:
+            raise _Refused(f"{self._what} refers to an outside object. Refused.")
+        return self._persistent_load(pid)
+
+    def load_build(self) -> None:
+        target = self.stack[-2]
+        if isinstance(target, type) or not is_dataclass(target):
+            raise _Refused(f"{self._what} wants to change what is no record of its own. Refused.")
+        super().load_build()  # type: ignore[misc]
+
+    def load_setitem(self) -> None:
+        self._check_keys(self.stack[-2:-1])
+        super().load_setitem()  # type: ignore[misc]
+
+    def load_setitems(self) -> None:
+        self._check_keys(self.stack[::2])
+        super().load_setitems()  # type: ignore[misc]
+
+    def _check_keys(self, keys: list[Any]) -> None:
+        for key in keys:
+            plain = type(key) is str or (
+                type(key) is Index and type(key.fqn) is str and (key.offset is None or _are_sizes(key.offset))
+            )
+            if not plain:
+                raise _Refused(f"{self._what} has a {type(key).__name__} where a name is expected. Refused.")
+
+    dispatch = _Opcodes({code: pickle._Unpickler.dispatch[code] for code in _CODES})
+    dispatch[pickle.FRAME[0]] = load_frame
+    dispatch[pickle.BUILD[0]] = load_build
+    dispatch[pickle.SETITEM[0]] = load_setitem
+    dispatch[pickle.SETITEMS[0]] = load_setitems
+
+
 def safe_unpickle(
     data: bytes,
-    allowed: dict[tuple[str, str], Any],
+    allowed: Mapping[tuple[str, str], Any],
     what: str,
     persistent_load: Callable[[Any], Any] | None = None,
 ) -> Any:
@@ -76,36 +157,14 @@ def safe_unpickle(
 
     Raises:
         ValueError: naming `what` and the refused class or opcode, or for a broken pickle. Memory stays
-            proportional to `data`: opcodes that reserve more than they bring are refused beforehand.
+            proportional to `data`. What comes back may still be nested without end: print types of it, not values.
     """
     try:
-        for opcode, argument, position in pickletools.genops(data):
-            if opcode.name not in _OPCODES:
-                raise ValueError(f"opcode {opcode.name} at byte {position}")
-            if opcode.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > len(data):
-                raise ValueError(f"memo index {argument} at byte {position}")
-    except ValueError as error:
-        raise ValueError(f"{what} is not a pickle of the expected kind: {error}. Refused.") from None
-
-    class Reader(pickle.Unpickler):
-        def find_class(self, module: str, name: str) -> Any:
-            if (module, name) in allowed:
-                return allowed[module, name]
-            if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-                return getattr(torch, name)
-            raise _Refused(f"{what} wants to load {module}.{name}, which no checkpoint needs. Refused.")
-
-        def persistent_load(self, pid: Any) -> Any:
-            if persistent_load is None:
-                raise _Refused(f"{what} refers to an outside object. Refused.")
-            return persistent_load(pid)
-
-    try:
-        return Reader(io.BytesIO(data)).load()
+        return _Unpickler(data, allowed, what, persistent_load).load()
     except _Refused:
         raise
     except Exception as error:  # a broken pickle can raise anything
-        raise ValueError(f"{what} is broken: {type(error).__name__}: {error}") from None
+        raise ValueError(f"{what} is broken: {type(error).__name__}: {str(error)[:200]}") from None
 
 
 def is_dcp(folder: Path) -> bool:
@@ -113,7 +172,7 @@ def is_dcp(folder: Path) -> bool:
     return (folder / METADATA).is_file()
 
 
-def read_metadata(folder: Path) -> Metadata:
+def read_metadata(folder: Path, *, follow_symlinks: bool = False) -> Metadata:
     """The `Metadata` of a DCP folder, read through the allow-list.
 
     Raises:
@@ -122,7 +181,7 @@ def read_metadata(folder: Path) -> Metadata:
     """
     if not is_dcp(folder):
         raise FileNotFoundError(f"{folder} has no {METADATA}: not a DCP checkpoint, or one whose save did not finish")
-    path = regular_file(folder, METADATA)
+    path = regular_file(folder, METADATA, follow_symlinks=follow_symlinks)
     if path.stat().st_size > MAX_METADATA:
         raise ValueError(f"{path} has {path.stat().st_size} bytes; up to {MAX_METADATA} are read")
     metadata = safe_unpickle(path.read_bytes(), RECORDS, str(path))
@@ -174,7 +233,10 @@ class _FileWindow(io.RawIOBase):
 
     def read(self, size: int = -1) -> bytes:
         left = max(0, self._length - self._at)
-        data = os.pread(self._descriptor, left if size < 0 else min(size, left), self._offset + self._at)
+        size = left if size < 0 else min(size, left)
+        if size > MAX_DIRECTORY:
+            raise ValueError(f"its zip has a directory of {size} bytes; up to {MAX_DIRECTORY} are read")
+        data = os.pread(self._descriptor, size, self._offset + self._at)
         self._at += len(data)
         return data
 
@@ -198,18 +260,18 @@ class DcpFolder:
         self.left_out: dict[str, int] = {}
         self.byte_items: list[str] = []
         self.notes: list[str] = []
-        self._files: dict[str, int] = {}
+        self._files = OpenFiles()
         self._paths: dict[str, Path] = {}
         self._chunks: dict[str, list[_Chunk]] = {}
         self._storages: dict[_Chunk, _Storage] = {}
         self._dense: tuple[_Chunk, torch.Tensor] | None = None
-        metadata = read_metadata(folder)
+        metadata = read_metadata(folder, follow_symlinks=follow_symlinks)
         described, storage = (getattr(metadata, field, None) for field in ("state_dict_metadata", "storage_data"))
         if not isinstance(described, dict) or not isinstance(storage, dict):
             raise ValueError(f"{folder / METADATA}: state_dict_metadata and storage_data must be dicts")
         for name, entry in described.items():
             if not isinstance(name, str):
-                raise ValueError(f"{folder / METADATA}: {name!r} is not a name")
+                raise ValueError(f"{folder / METADATA}: a {type(name).__name__} is not a name")
             root = name.split(".", 1)[0]
             if root in NOT_MODEL:
                 self.left_out[root] = self.left_out.get(root, 0) + 1
@@ -225,14 +287,14 @@ class DcpFolder:
 
     def _add(self, name: str, entry: Any, storage: dict[Any, Any], follow_symlinks: bool) -> None:
         where = f"{self.folder / METADATA}: tensor {name!r}"
-        shape, dtype = tuple(entry.size), entry.properties.dtype
-        if not isinstance(dtype, torch.dtype) or not all(isinstance(s, int) and s >= 0 for s in shape):
-            raise ValueError(f"{where} has dtype {dtype!r} and shape {shape}; expected a dtype and sizes")
+        shape, dtype = _sizes(entry.size), entry.properties.dtype
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{where} has a {type(dtype).__name__} for its dtype")
         chunks = []
         for chunk in entry.chunks:
-            begin, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+            begin, sizes = _sizes(chunk.offsets), _sizes(chunk.sizes)
             inside = len(begin) == len(sizes) == len(shape) and all(
-                min(b, n) >= 0 and b + n <= s for b, n, s in zip(begin, sizes, shape, strict=True)
+                b + n <= s for b, n, s in zip(begin, sizes, shape, strict=True)
             )
             if not inside:
                 raise ValueError(f"{where}: chunk {begin}+{sizes} is not inside shape {shape}")
@@ -240,12 +302,11 @@ class DcpFolder:
             if info is None:
                 raise ValueError(f"{where}: no storage is recorded for the chunk at {begin}")
             if getattr(info, "transform_descriptors", None):
-                raise ValueError(
-                    f"{where} was saved through {info.transform_descriptors}; only plain DCP files can be read"
-                )
+                through = ", ".join(d[:40] for d in info.transform_descriptors if isinstance(d, str))
+                raise ValueError(f"{where} was saved through {through}; only plain DCP files can be read")
             file, offset, length = info.relative_path, info.offset, info.length
-            if not (isinstance(file, str) and isinstance(offset, int) and isinstance(length, int)):
-                raise ValueError(f"{where}: its storage record {info!r} is malformed")
+            if type(file) is not str or type(offset) is not int or type(length) is not int:
+                raise ValueError(f"{where}: its storage record does not hold a file, an offset and a length")
             if file not in self._paths:
                 self._paths[file] = regular_file(self.folder, file, follow_symlinks=follow_symlinks)
             if offset < 0 or length < 0 or offset + length > self._paths[file].stat().st_size:
@@ -277,9 +338,7 @@ class DcpFolder:
         return self.tensors[name] == self.tensors[other] and self._chunks[name] == self._chunks[other]
 
     def _descriptor(self, file: str) -> int:
-        if file not in self._files:
-            self._files[file] = os.open(self._paths[file], os.O_RDONLY | os.O_CLOEXEC)
-        return self._files[file]
+        return self._files.descriptor(self._paths[file])
 
     def _storage(self, chunk: _Chunk, name: str) -> _Storage:
         if chunk not in self._storages:
@@ -302,6 +361,7 @@ class DcpFolder:
                 _, first, size, stride, saved_dtype = safe_unpickle(
                     archive.read(description), _tensor_classes(), where, lambda pid: ("storage", *pid)
                 )
+                size, stride, (first,) = _sizes(size), _sizes(stride), _sizes((first,))
                 header = os.pread(descriptor, 30, chunk.offset + record.header_offset)
                 last = first + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
         except Exception as error:  # zipfile, and what a pickle describes, can fail in any way
@@ -318,12 +378,11 @@ class DcpFolder:
             or begin + record.file_size > chunk.length
             or tuple(size) != chunk.sizes
             or saved_dtype != dtype
-            or first < 0
-            or min(stride, default=0) < 0
             or (last + 1) * dtype.itemsize > record.file_size
         ):
+            saved = saved_dtype if isinstance(saved_dtype, torch.dtype) else type(saved_dtype).__name__
             raise ValueError(
-                f"{where}: saved as {saved_dtype} {list(size)} in {record.file_size} bytes; the metadata "
+                f"{where}: saved as {saved} {list(size)} in {record.file_size} bytes; the metadata "
                 f"says {dtype} {list(chunk.sizes)}"
             )
         dense, step = True, 1
@@ -402,9 +461,20 @@ class DcpFolder:
         return self._dense[1]
 
     def close(self) -> None:
-        for descriptor in self._files.values():
-            os.close(descriptor)
-        self._files.clear()
+        self._files.close()
+
+
+def _are_sizes(values: Any) -> bool:
+    return isinstance(values, tuple) and len(values) <= MAX_DIMS and all(type(v) is int and v >= 0 for v in values)
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    """Sizes or offsets as a tuple of numbers; TypeError for anything else."""
+    values = tuple(values) if isinstance(values, list) else values
+    if not _are_sizes(values):
+        raise TypeError(f"a {type(values).__name__} where up to {MAX_DIMS} sizes are expected")
+    result: tuple[int, ...] = values
+    return result
 
 
 def _three(values: tuple[int, ...], fill: int) -> tuple[int, int, int]:
@@ -420,17 +490,17 @@ def _tensor_classes() -> dict[tuple[str, str], Any]:
     """What the description of a saved tensor may name; tensors are described, not built."""
 
     def rebuild(storage: Any, first: int, size: Any, stride: Any, *rest: Any) -> tuple[Any, ...]:
-        return storage, first, tuple(size), tuple(stride), storage[2]
+        return storage, first, size, stride, storage[2]
 
     def rebuild_v3(storage: Any, first: int, size: Any, stride: Any, *rest: Any) -> tuple[Any, ...]:
-        return storage, first, tuple(size), tuple(stride), rest[2]
+        return storage, first, size, stride, rest[2]
 
     allowed: dict[tuple[str, str], Any] = {
         ("torch._utils", "_rebuild_tensor_v2"): rebuild,
         ("torch._utils", "_rebuild_tensor_v3"): rebuild_v3,
-        ("collections", "OrderedDict"): collections.OrderedDict,
+        ("collections", "OrderedDict"): lambda: None,  # the hooks of a tensor: none
         ("torch.storage", "UntypedStorage"): None,
-        ("torch", "Size"): torch.Size,
+        ("torch", "Size"): as_sizes,
     }
     allowed.update({("torch", name): dtype for name, dtype in STORAGES.items()})
     return allowed

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from .tensors import MAX_DIMS
+
 __all__ = [
     "RECORDS",
     "Bytes",
@@ -26,6 +28,7 @@ __all__ = [
     "StorageInfo",
     "StorageMeta",
     "Tensor",
+    "as_sizes",
     "to_pickle",
 ]
 
@@ -133,8 +136,10 @@ _TORCH_NAMES: dict[type, tuple[str, str]] = {
 }
 
 
-def _sizes(values: Any = ()) -> tuple[int, ...]:
-    """Stands in for torch.Size."""
+def as_sizes(values: Any = ()) -> tuple[Any, ...]:
+    """Stands in for torch.Size. Bounded, because a pickle can name one long list a thousand times."""
+    if len(values) > MAX_DIMS:
+        raise ValueError(f"a shape of {len(values)} dimensions; up to {MAX_DIMS} are read")
     return tuple(values)
 
 
@@ -143,7 +148,7 @@ def _forgotten(*parts: Any) -> None:
 
 
 RECORDS: dict[tuple[str, str], Any] = {name: record for record, name in _TORCH_NAMES.items()}
-RECORDS["torch", "Size"] = _sizes
+RECORDS["torch", "Size"] = as_sizes
 RECORDS["torch.serialization", "_get_layout"] = _forgotten
 for _path in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
     RECORDS["pathlib", _path] = RECORDS["pathlib._local", _path] = _forgotten

@@ -19,13 +19,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .tensors import DTYPE_NAMES, DTYPES, TensorInfo
+from .tensors import DTYPE_NAMES, DTYPES, MAX_DIMS, TensorInfo
 
 __all__ = [
     "INDEX_NAME",
+    "OpenFiles",
     "SafetensorsFolder",
     "header_bytes",
     "index_bytes",
+    "inner_folder",
     "read_header",
     "regular_file",
     "shard_names",
@@ -38,7 +40,7 @@ INDEX_NAME = "model.safetensors.index.json"
 # costs up to ten times its size in memory.
 MAX_HEADER = 16 << 20
 MAX_INDEX = 64 << 20
-MAX_DIMS = 16
+MAX_OPEN = 64  # of the 1,024 files that a process may have open; a checkpoint of many ranks has more
 
 
 def regular_file(folder: Path, name: str, *, follow_symlinks: bool = False) -> Path:
@@ -51,14 +53,15 @@ def regular_file(folder: Path, name: str, *, follow_symlinks: bool = False) -> P
         ValueError: a path instead of a name, a link out, or something that is not a file.
         FileNotFoundError: no such file.
     """
-    if not name or name in (".", "..") or any(c in name for c in "/\\\0"):
+    if not name or name in (".", "..") or not _is_plain(name):
         raise ValueError(f"{folder}: file name {name!r} is not a plain name inside the folder; refused")
     path = folder / name
     real = Path(os.path.realpath(path))
     home = Path(os.path.realpath(folder))
     allowed = [home]
-    if home.parent.name == "snapshots" and home.parent.parent.name.startswith("models--"):
-        allowed.append(home.parent.parent / "blobs")
+    for snapshot in (home, home.parent):  # a folder of a snapshot (assets, native-only state) links there too
+        if snapshot.parent.name == "snapshots" and snapshot.parent.parent.name.startswith("models--"):
+            allowed.append(snapshot.parent.parent / "blobs")
     if real.parent not in allowed and not follow_symlinks:
         raise ValueError(
             f"{path} is a link to {real}, outside its folder; refused. Pass follow_symlinks "
@@ -69,6 +72,24 @@ def regular_file(folder: Path, name: str, *, follow_symlinks: bool = False) -> P
     if not stat.S_ISREG(real.stat().st_mode):
         raise ValueError(f"{path} is not a regular file; refused")
     return real
+
+
+def _is_plain(name: str) -> bool:
+    """A name that a file can have, and no path."""
+    return len(name.encode(errors="surrogatepass")) <= 255 and not any(
+        c in "/\\\0" or "\ud800" <= c <= "\udfff" for c in name
+    )
+
+
+def inner_folder(folder: Path, name: str, *, follow_symlinks: bool = False) -> Path:
+    """`folder/name`, which need not exist; ValueError when it is a link and links are not followed."""
+    path = folder / name
+    if path.is_symlink() and not follow_symlinks:
+        raise ValueError(
+            f"{path} is a link to {os.path.realpath(path)}; refused. Pass follow_symlinks (--follow-symlinks) if you "
+            "trust it."
+        )
+    return path
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -89,7 +110,7 @@ def parse_json(text: bytes, where: str) -> Any:
 
 
 def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def read_header(path: Path) -> tuple[dict[str, tuple[TensorInfo, int]], dict[str, str]]:
@@ -168,7 +189,7 @@ class SafetensorsFolder:
         self.left_out: dict[str, int] = {}
         self.notes: list[str] = []
         self._follow = follow_symlinks
-        self._files: dict[str, int] = {}
+        self._files = OpenFiles()
         self._paths: dict[str, Path] = {}
         self._places: dict[str, tuple[str, int]] = {}
         self.tensors: dict[str, TensorInfo] = {}
@@ -205,7 +226,7 @@ class SafetensorsFolder:
         if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError(f"{path} has no weight_map; expected tensor name -> file name")
         for tensor, name in weight_map.items():
-            if not isinstance(name, str) or not name.endswith(".safetensors") or set(name) & set("/\\\0"):
+            if not isinstance(name, str) or not name.endswith(".safetensors") or not _is_plain(name):
                 raise ValueError(
                     f"{path}: tensor {tensor!r} is placed in {name!r}; expected the plain name of a "
                     ".safetensors file in the same folder. Refused."
@@ -253,14 +274,32 @@ class SafetensorsFolder:
 
     def read_rows(self, name: str, row: int, out: memoryview) -> None:
         file, offset = self._places[name]
-        if file not in self._files:
-            self._files[file] = os.open(self._paths[file], os.O_RDONLY | os.O_CLOEXEC)
-        pread_exactly(self._files[file], out, offset + row * self.tensors[name].row_bytes, f"{file}: {name!r}")
+        descriptor = self._files.descriptor(self._paths[file])
+        pread_exactly(descriptor, out, offset + row * self.tensors[name].row_bytes, f"{file}: {name!r}")
 
     def close(self) -> None:
-        for descriptor in self._files.values():
-            os.close(descriptor)
-        self._files.clear()
+        self._files.close()
+
+
+class OpenFiles:
+    """Descriptors for reading, at most MAX_OPEN at a time: the one unused for longest is closed first."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, int] = {}
+
+    def descriptor(self, path: Path) -> int:
+        """Valid until MAX_OPEN other files have been asked for."""
+        found = self._open.pop(path, None)
+        if found is None:
+            if len(self._open) >= MAX_OPEN:
+                os.close(self._open.pop(next(iter(self._open))))
+            found = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._open[path] = found
+        return found
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
 
 
 def pread_exactly(descriptor: int, out: memoryview, offset: int, what: str) -> None:

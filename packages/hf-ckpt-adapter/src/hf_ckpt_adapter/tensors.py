@@ -16,6 +16,7 @@ import torch
 __all__ = [
     "DTYPES",
     "DTYPE_NAMES",
+    "MAX_DIMS",
     "WEIGHT_DTYPES",
     "MemorySource",
     "TensorInfo",
@@ -44,6 +45,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 # What weights may be cast to.
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+MAX_DIMS = 16  # of a tensor that is read; a weight has up to three
 DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 
