@@ -73,7 +73,7 @@ def test_tools_written_as_json_are_the_tools_and_anything_else_is_refused(qwen):
     for nothing in (None, [], "", "[]"):
         assert render(TALK, qwen, "here", tools=nothing) == render(TALK, qwen, "here")
     for wrong in ("add, subtract", '{"name": "add"}', ["add"], {"name": "add"}):
-        with pytest.raises(UserError, match="here: tools are .*expected a list of objects"):
+        with pytest.raises(UserError, match=r"here: tools are .*expected a list of objects"):
             render(TALK, qwen, "here", tools=wrong)
 
 
