@@ -126,6 +126,7 @@ def built(folder: Path, *arguments: str, name: str = "debug") -> Trainer.Config:
         (("--checkpoint.initial_load_path", "/"), False, r"no \.metadata\)\.\n.*add --checkpoint.initial_load_in_hf"),
         (("--checkpoint.initial_load_path", "/", "--checkpoint.no-enable"), False, "would not be read.*\n.*load_only"),
         (("--checkpoint.initial_load_in_hf", "--checkpoint.no-enable"), False, "debug_tokenizer would not be read"),
+        (("--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf"), False, "from which no run goes on"),
         (("--checkpoint.no-enable",), True, "--resume reads a checkpoint"),
         (("--checkpoint.load_step", "7"), True, "load_step 7 is no complete step in .*; there: 2, 4"),
         (("--dataloader.holdout", "0"), False, r"validation part of 'python_docs' is empty \(holdout=0.0\)"),

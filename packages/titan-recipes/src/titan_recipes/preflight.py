@@ -255,6 +255,11 @@ def _check_folder(config: Any, resume: bool) -> None:
         if resume:
             raise UserError("--resume reads a checkpoint, but checkpoint.enable is off: leave one of the two out.")
         return
+    if checkpoint.last_save_in_hf:
+        raise UserError(
+            "checkpoint.last_save_in_hf leaves a last step without config, tokenizer and optimizer, from which no run goes on.\n"
+            "Leave it out: every run writes the Hugging Face folder, hf/, by itself."
+        )
     folder = Path(config.dump_folder) / checkpoint.folder
     steps = complete_steps(folder)
     if steps and not resume:
