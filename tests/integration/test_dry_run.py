@@ -1,6 +1,8 @@
 """Contract: `apps/train RECIPE --dry-run` needs no device: it prints the mesh, the memory and the shapes of the whole planned world,
 and a plan that cannot work is refused with every reason before a rank starts."""
 
+import re
+
 import pytest
 from titan_recipes import planning
 from titan_recipes.errors import UserError
@@ -18,6 +20,22 @@ def test_a_dry_run_prints_mesh_memory_and_shapes_of_the_planned_world(tmp_path):
     assert "all tensors" in ended.out and "fits" in ended.out
     assert "parameters have a gradient of their own shape" in ended.out
     assert "(4, 256) -> logits (4, 256, 1024)" in ended.out  # the vocabulary divided by tp
+    shapes = re.findall(r"^  (\S+) +\(.*\) +-> .* a core$", ended.out, re.MULTILINE)
+    assert "tok_embeddings.weight" in shapes and not any("lm_head" in name for name in shapes)  # tied: one parameter
+    assert len(shapes) == len(set(shapes)) == 11  # of the first layer alone
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("layers.12._checkpoint_wrapped_module.attention.wo.weight", ("12", "attention.wo.weight")),
+        ("model.model.layers.3.self_attn.o_proj.weight", ("3", "self_attn.o_proj.weight")),
+        ("model.lm_head.weight", ("0", "lm_head.weight")),
+        ("norm.weight", ("0", "norm.weight")),
+    ],
+)
+def test_a_parameters_layer_is_known_by_its_name_in_either_model_code(name, place):
+    assert planning._place(name) == place
 
 
 def test_a_plan_that_cannot_work_is_refused_with_every_reason(tmp_path):

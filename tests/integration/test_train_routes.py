@@ -1,4 +1,4 @@
-"""Contract of apps/train on its two routes: any recipe runs on either, from any model, and back to a Hugging Face folder;
+"""Contract of apps/train on its routes: any recipe runs on each, from any model, and back to a Hugging Face folder;
 what would run a folder's code, or train on a NaN, is stopped."""
 
 import gzip
@@ -30,8 +30,9 @@ def test_a_mixture_of_experts_trains_through_transformers_on_two_ranks_resumes_a
     for rank in range(2):
         trace = json.loads(gzip.decompress((tmp_path / "run" / "profile" / f"rank-{rank}.json.gz").read_bytes()))
         assert any("scaled_dot_product" in event["name"] for event in trace["traceEvents"] if "name" in event)
-    more = fork_app(*moe[:-1], "--training.steps", "6", "--resume", "--checkpoint.load_only", cwd=tmp_path)
+    more = fork_app(*moe, "--training.steps", "6", "--resume", "--checkpoint.load_only", cwd=tmp_path)
     assert more.code == 0, more.out
+    assert "no trace was written: this process ended before its step 4" in more.out
     assert "resumed from run/checkpoint/step-4" in more.out and list(more.losses) == [5, 6]
     other = fork_app(
         *QUICK, "--model", "run/checkpoint/step-4", "--route", "native", "--training.steps", "1", "--validator.no-enable",
@@ -39,6 +40,12 @@ def test_a_mixture_of_experts_trains_through_transformers_on_two_ranks_resumes_a
     )  # fmt: skip
     assert other.code == 0, other.out
     assert other.losses[1] < first - 0.1  # these weights, on the other route
+    swaps = [(tmp_path / run / "logs" / "rank-0.log").read_text() for run in ("run", "other")]
+    assert "titan_recipes.transformers_route.SDPAKernel for HFFlexKernel" in swaps[0]
+    assert "titan_recipes.attention.SDPAttention for torchtitan" in swaps[1]
+    for text in swaps:  # each names what it stands for
+        assert "titan_recipes.moe.SameDtypeExperts for torchtitan.models.common.moe.GroupedExperts" in text
+        assert "titan_recipes.moe.Float32Linear for torchtitan.models.common.linear.Linear" in text
 
 
 def test_both_modes_take_the_same_steps_and_stay_together(tmp_path):

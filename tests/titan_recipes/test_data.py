@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 from chat_tokenizer import tokenizer as chat_tokenizer
-from titan_recipes.data import Source, TextDataLoader, split_documents
+from titan_recipes.data import Source, TextDataLoader, check_parts, split_documents
+from titan_recipes.documents import digest
 from titan_recipes.errors import UserError
 
 
@@ -203,6 +204,21 @@ def test_documents_that_are_all_too_long_are_an_error_and_some_a_warning(caplog)
         loader(packing="none", seq_len=2)
     loader(packing="none", seq_len=8)
     assert "of 9 documents are longer than seq_len 8" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"split": "validation", "holdout": 0.0}, "holdout=0.0"),
+        ({"split": "validation", "packing": "none", "holdout": 0.1}, "longer than seq_len 6"),
+    ],
+)
+def test_a_part_with_nothing_to_read_is_known_before_it_is_read(config, reason):
+    """TorchTitan builds the validator's loader when it validates: hours into a run."""
+    held = min((f"{i} far too long" for i in range(1000)), key=digest)  # the lowest digest is what is held out
+    texts = [held, *(text[:4] for text in TEXTS)]
+    with pytest.raises(UserError, match=f"validation part of .* is empty .*{reason}"):
+        check_parts(TextDataLoader.Config(documents=lambda: texts, **config), TOKENIZER, 6)
 
 
 @pytest.mark.parametrize("packing", [None, "whole"])

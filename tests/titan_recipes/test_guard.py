@@ -75,6 +75,12 @@ def test_loaded_weights_that_behave_like_none_are_warned_about(caplog, loss, loa
     assert ("knows nothing" in caplog.text) is warns
 
 
+def test_a_first_step_without_labels_is_not_compared_with_anything(caplog):
+    with caplog.at_level(logging.INFO):
+        report_first_loss(0.0, expected_random_loss(512, 8.0, 0.02, 100), 512, True)
+    assert "the first step had no label" in caplog.text and "a random model" not in caplog.text
+
+
 def test_the_step_whose_loss_is_not_finite_is_named():
     watch = LossWatch()
     for step, loss in enumerate([3.0, 2.5, math.nan, math.inf], 1):

@@ -1,13 +1,19 @@
-"""Contract: a parallel layout that cannot work is refused before a rank starts, with the reason and what to do instead."""
+"""Contract: a layout that cannot work, and what a run would not read, is refused before a rank starts, with the reason and what to
+do instead."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from qwen3_core import Qwen3Config
 from titan_recipes.balance import use_balance_loss
+from titan_recipes.catalog import Recipe
+from titan_recipes.cli import main
+from titan_recipes.data import TextDataLoader
 from titan_recipes.errors import UserError
-from titan_recipes.preflight import check_layout
+from titan_recipes.preflight import check, check_layout
+from titan_recipes.run import Options, build_config
 from titan_recipes.simple_fsdp import simple_fsdp
 from titan_recipes.spec import model_spec
 from titan_recipes.trainer import Trainer
@@ -102,6 +108,106 @@ def test_the_auxiliary_loss_is_refused_where_routers_cannot_share_it(parallelism
     use_balance_loss(asked.model_spec, 0.001)
     with pytest.raises(UserError, match=reason):
         check_layout(asked)
+
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def built(folder: Path, *arguments: str, name: str = "debug") -> Trainer.Config:
+    """A debug recipe as the command line builds it."""
+    recipe = Recipe(name, str(RECIPES / "debug.py"), name)
+    return build_config(Options(recipe, arguments, "cpu", str(folder / "run"), ""))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "resume", "reason"),
+    [
+        (("--checkpoint.initial_load_path", "/no/such/place"), False, "is no folder here"),
+        (("--checkpoint.initial_load_path", "/"), False, r"no \.metadata\)\.\n.*add --checkpoint.initial_load_in_hf"),
+        (("--checkpoint.initial_load_path", "/", "--checkpoint.no-enable"), False, "would not be read.*\n.*load_only"),
+        (("--checkpoint.initial_load_in_hf", "--checkpoint.no-enable"), False, "debug_tokenizer would not be read"),
+        (("--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf"), False, "from which no run goes on"),
+        (("--checkpoint.no-enable",), True, "--resume reads a checkpoint"),
+        (("--checkpoint.load_step", "7"), True, "load_step 7 is no complete step in .*; there: 2, 4"),
+        (("--dataloader.holdout", "0"), False, r"validation part of 'python_docs' is empty \(holdout=0.0\)"),
+        (("--dataloader.holdout", "1.5"), False, "holdout 1.5 is no share"),
+        (("--validator.dataloader.dataset_path", "nowhere.jsonl"), False, "'nowhere.jsonl' does not exist"),
+        (("--validator.dataloader.seed", "3"), False, "settings but names no data"),
+        (("--dataloader.format", "chat"), False, "built-in python-docs are plain texts"),
+        (("--dataloader.hub_split", "test"), False, "hub_split are for a Hub dataset"),
+    ],
+)
+def test_what_a_run_would_not_read_is_refused_instead_of_left_out(tmp_path, arguments, resume, reason):
+    if resume:
+        for step in (2, 4):
+            (tmp_path / "run" / "checkpoint" / f"step-{step}").mkdir(parents=True)
+            (tmp_path / "run" / "checkpoint" / f"step-{step}" / ".metadata").touch()
+    with pytest.raises(UserError, match=reason):
+        check(built(tmp_path, *arguments), 1, resume=resume)
+
+
+def test_the_validators_data_on_the_command_line_are_read_whole_by_the_same_loader(tmp_path):
+    """TorchTitan's default validator has a loader of its own, which knows C4 alone."""
+    own = built(tmp_path, "--validator.dataloader.dataset_path", "held.jsonl").validator.dataloader
+    assert type(own) is TextDataLoader.Config
+    assert (own.dataset_path, own.split, own.holdout) == ("held.jsonl", "train", 0.0)
+
+
+def test_data_named_on_the_command_line_are_read_in_the_place_of_the_recipes(tmp_path):
+    """debug_finetune has a function of documents, which would win over a path."""
+    plain = built(tmp_path, name="debug_finetune").dataloader
+    assert plain.documents is not None
+    for option in ("dataset_path", "dataset"):
+        (source,) = built(
+            tmp_path, f"--dataloader.{option}", "own/data", name="debug_finetune"
+        ).dataloader.all_sources()
+        assert (source.path or source.hub, source.documents, source.format) == ("own/data", None, "chat")
+    with pytest.raises(UserError, match="name one"):
+        built(tmp_path, "--dataloader.dataset", "own/data", "--dataloader.dataset_path", "own/data")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("--training.steps", "0"), "training.steps 0 is no run"),
+        (("--validator.steps", "0"), "TorchTitan refuses: validation steps must be positive or -1"),
+    ],
+)
+def test_a_value_that_is_no_run_is_one_error(tmp_path, arguments, reason):
+    with pytest.raises(UserError, match=reason):
+        built(tmp_path, *arguments)
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_one_error_naming_its_folder(tmp_path):
+    import json
+    import shutil
+
+    folder = tmp_path / "tok"
+    shutil.copytree(RECIPES / "debug_tokenizer", folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "{% generation %}"}))
+    with pytest.raises(UserError, match=r"tok cannot be loaded: .*generation"):
+        check(built(tmp_path, "--hf_assets_path", str(folder)), 1, resume=False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--dry-run", "--profile"), "trains nothing: leave --profile out"),
+        (("--dry-run", "--compare-modes"), "trains nothing: leave --compare-modes out"),
+        (("--compare-modes", "--resume"), "starts both modes anew: leave --resume out"),
+    ],
+)
+def test_a_flag_that_would_have_no_effect_is_refused(capsys, flags, reason):
+    assert main(["debug", *flags], RECIPES) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_another_number_of_ranks_than_torchrun_started_is_refused(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["debug", "--nproc", "4"], RECIPES) == 2
+    assert "--nproc 4, but torchrun started 2 ranks" in capsys.readouterr().err
 
 
 def test_what_works_is_not_refused():

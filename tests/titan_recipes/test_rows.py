@@ -65,7 +65,7 @@ def test_a_folder_is_read_in_name_order(tmp_path):
     assert texts(tmp_path) == ["first", "second", "third"]
 
 
-@pytest.mark.parametrize("line", ["not json", '["text"]', '"text"', "{"])
+@pytest.mark.parametrize("line", ["not json", '["text"]', '"text"', "{", pytest.param("[" * 100_000, id="deep")])
 def test_a_jsonl_line_that_is_no_object_is_an_error_naming_file_and_line(tmp_path, line):
     (tmp_path / "data.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
     with pytest.raises(UserError, match=r"data\.jsonl:2"):
@@ -96,6 +96,56 @@ def test_a_path_that_is_not_there_an_empty_folder_and_an_unknown_suffix_are_erro
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     with pytest.raises(UserError, match=r"latin\.txt: not UTF-8"):
         texts(tmp_path / "latin.txt")
+
+
+def test_what_lies_beside_the_data_is_not_read_for_it(tmp_path):
+    """A folder as `hf download` and editors leave it; a data set's card is no row, a README among texts is a text."""
+    write_parquet(tmp_path / "x.parquet")
+    for name in ("README.md", ".cache/old.jsonl", ".hidden.txt", "cache-notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text('{"text": "not data"}')
+    (tmp_path / "odd.txt").mkdir()
+    assert texts(tmp_path) == ['{"text": "not data"}', "first", "second", "third"]  # cache-notes.txt is the user's own
+    (tmp_path / "x.parquet").unlink()
+    assert len(texts(tmp_path)) == 2
+
+
+def test_a_link_that_leads_nowhere_is_an_error_and_not_a_file_less(tmp_path):
+    (tmp_path / "a.txt").write_text("first")
+    (tmp_path / "b.jsonl").symlink_to("gone.jsonl")
+    with pytest.raises(UserError, match=r"b\.jsonl is a link to gone\.jsonl, which is not there"):
+        texts(tmp_path)
+
+
+def test_a_parquet_file_damaged_inside_is_an_error_naming_it(tmp_path):
+    """Its schema reads well, its pages do not: pyarrow has an OSError for that."""
+    file = tmp_path / "x.parquet"
+    pyarrow.parquet.write_table(TABLE.select(["text"]), file)
+    content = file.read_bytes()
+    file.write_bytes(content[:4] + bytes(36) + content[40:])
+    with pytest.raises(UserError, match=r"x\.parquet cannot be read: Couldn't deserialize"):
+        texts(file)
+
+
+def test_text_in_a_table_that_is_not_utf8_is_an_error_naming_the_file(tmp_path):
+    latin = pyarrow.table({"text": pyarrow.array([b"caf\xe9"]).view(pyarrow.string())})
+    pyarrow.parquet.write_table(latin, tmp_path / "x.parquet")
+    with pytest.raises(UserError, match=r"x\.parquet: not UTF-8 text"):
+        texts(tmp_path / "x.parquet")
+
+
+def test_fields_that_a_table_filled_in_are_not_there_and_nulls_of_jsonl_are(tmp_path):
+    """A table has one schema: a field of any row is, as None, in all. In JSON a null was written by somebody."""
+    calls = [{"name": "f", "arguments": {"limit": None}}, {"name": "g", "arguments": {"limit": 3}, "strict": True}]
+    talks = [{"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]} for call in calls]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(talks), tmp_path / "x.parquet")
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    found = {
+        name: [row["messages"][0]["tool_calls"] for _, row in rows(Source(path=str(tmp_path / name), format="chat"))]
+        for name in ("x.parquet", "x.jsonl")
+    }
+    assert found["x.parquet"] == [[{"name": "f", "arguments": {}}], [calls[1]]]
+    assert found["x.jsonl"] == [[call] for call in calls]
 
 
 def test_a_hub_dataset_without_a_network_is_an_error_that_says_how_to_get_it(monkeypatch):

@@ -83,6 +83,61 @@ def test_auto_map_is_refused_at_any_depth(tmp_path, extra):
         find_model(folder)
 
 
+@pytest.mark.parametrize("route", ["native", "transformers", "kernels"])
+def test_auto_map_is_refused_on_every_route_and_the_recipe_stays_as_it_was(tmp_path, route):
+    from titan_recipes.spec import native, use_model
+    from titan_recipes.trainer import Trainer
+
+    folder = write(tmp_path / "m", "debug-moe", auto_map={"AutoConfig": "evil.Config"})
+    config = Trainer.Config(model_spec=native("debug-moe"))
+    before = config.model_spec
+    with pytest.raises(UserError, match="has auto_map"):
+        use_model(config, folder, route=route)
+    assert config.model_spec is before
+
+
+def test_weights_without_a_tokenizer_are_trained_with_the_recipes_and_that_is_said(tmp_path, caplog):
+    from titan_recipes.spec import native, use_model
+    from titan_recipes.trainer import Trainer
+
+    folder = write(tmp_path / "m")
+    config = Trainer.Config(model_spec=native("debug"), hf_assets_path="recipes/own")
+    use_model(config, folder)
+    assert "tokenizer" not in caplog.text  # sizes alone: any tokenizer that fits will do
+    (folder / "model.safetensors").touch()
+    use_model(config, folder)
+    assert f"{folder} has no tokenizer.json" in caplog.text and "(recipes/own)" in caplog.text
+
+
+def test_another_model_keeps_how_a_recipe_parallelises_and_another_routes_code_is_refused():
+    """Else `--model` would quietly take SimpleFSDP out of a recipe that is made for it."""
+    from titan_recipes.simple_fsdp import simple_fsdp
+    from titan_recipes.spec import native, use_model
+    from titan_recipes.trainer import Trainer
+
+    config = Trainer.Config(model_spec=simple_fsdp(native("debug")))
+    ours = config.model_spec.parallelize_fn
+    for change in ({"model": "0.6B"}, {"route": "native"}, {"model": "debug-moe", "route": "kernels"}):
+        use_model(config, **change)
+        assert config.model_spec.parallelize_fn is ours
+    assert config.model_spec.model.qwen3 == MODELS["debug-moe"]
+    with pytest.raises(UserError, match=r"function of its own \(titan_recipes\.simple_fsdp\).*\n.*Keep the route"):
+        use_model(config, route="transformers")
+
+
+def test_a_name_has_no_weights_and_another_models_are_not_read_for_it(tmp_path, caplog):
+    from titan_recipes.spec import native, use_model
+    from titan_recipes.trainer import Trainer
+
+    config = Trainer.Config(model_spec=native("debug"))
+    config.checkpoint.initial_load_path, config.checkpoint.initial_load_in_hf = "/weights/of/debug", True
+    use_model(config, "debug")
+    assert config.checkpoint.initial_load_path == "/weights/of/debug"  # of these sizes
+    use_model(config, "0.6B")
+    assert (config.checkpoint.initial_load_path, config.checkpoint.initial_load_in_hf) == (None, False)
+    assert "0.6B gives sizes alone: the recipe's weights (/weights/of/debug)" in caplog.text
+
+
 def test_auto_map_in_a_tokenizers_config_is_refused(tmp_path):
     folder = write(tmp_path / "m")
     (folder / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["evil.Tokenizer", null]}}')

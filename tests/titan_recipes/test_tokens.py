@@ -9,7 +9,7 @@ import pytest
 from chat_tokenizer import FOLDER
 from titan_recipes import tokens
 from titan_recipes.errors import UserError
-from titan_recipes.rows import Source
+from titan_recipes.rows import Source, rows
 from titan_recipes.tokens import token_store
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
@@ -122,6 +122,25 @@ def test_a_row_without_text_is_an_error_naming_file_and_line(tmp_path, tokenizer
     (tmp_path / "data.jsonl").write_text('{"text": "fine"}\n' + json.dumps(row) + "\n")
     with pytest.raises(UserError, match=r"data\.jsonl:2"):
         token_store(Source(path=str(tmp_path / "data.jsonl")), tokenizer)
+
+
+@pytest.mark.parametrize("format", ["text", "chat"])
+def test_half_a_character_is_an_error_naming_file_and_line(tmp_path, tokenizer, format):
+    """JSON can hold one, where a tool cut an emoji in two; a tokenizer cannot."""
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "cut \ud83d"}]
+    row = {"text": "cut \ud83d"} if format == "text" else {"messages": talk}
+    (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(UserError, match=r"data\.jsonl:1: '\\ud83d' is half of a character"):
+        token_store(Source(path=str(tmp_path / "data.jsonl"), format=format), tokenizer)
+
+
+def test_a_file_that_cannot_be_read_is_not_blamed_on_the_cache(corpus, tokenizer, monkeypatch):
+    def unreadable(file, *arguments, **options):
+        raise OSError(5, "Input/output error", str(file))
+
+    monkeypatch.setattr(type(corpus), "open", unreadable)
+    with pytest.raises(UserError, match=r"corpus\.jsonl cannot be read: .*Input/output error"):
+        next(rows(Source(path=str(corpus))))
 
 
 def test_a_cache_that_cannot_be_written_is_an_error_naming_the_option(corpus, tokenizer, tmp_path):

@@ -5,12 +5,14 @@ assistant turn from after its header up to and including <|im_end|>. The turns a
 rendering prefixes: Qwen3's template writes a turn differently when it is the last (thinking is kept only there).
 """
 
+import json
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from .errors import UserError
 
-__all__ = ["CHATML", "ready_template", "render"]
+__all__ = ["CHATML", "Spans", "ready_template", "render"]
 
 START, END = "<|im_start|>", "<|im_end|>"
 
@@ -44,11 +46,12 @@ def ready_template(tokenizer: Any) -> bool:
 def render(messages: Any, tokenizer: Any, place: str, tools: Any = None) -> tuple[str, Spans] | None:
     """The conversation's text and the [begin, end) character spans that the assistant said.
 
-    None when a message's own text contains a turn's mark: it would be read as one, and foreign words learned as the
-    assistant's. Raises UserError, naming `place`, for what is no conversation.
+    None when a message's own text, or a tool's, contains a turn's mark: it would be read as one, and foreign words learned
+    as the assistant's. Raises UserError, naming `place`, for what is no conversation and for a message that the template
+    leaves out.
     """
-    messages = _checked(messages, place)
-    if any(mark in str(value) for message in messages for value in message.values() for mark in (START, END)):
+    messages, tools = _checked(messages, place), _checked_tools(tools, place)
+    if any(mark in str(value) for part in (*messages, *tools) for value in part.values() for mark in (START, END)):
         return None
     options = {"tools": tools} if tools else {}
     try:
@@ -62,7 +65,29 @@ def render(messages: Any, tokenizer: Any, place: str, tools: Any = None) -> tupl
             f"{place}: {said} assistant messages, but the chat template rendered {len(spans)} turns of the form "
             f"{START}assistant ... {END}.\nChat data is supported for templates that mark turns so, as Qwen's do."
         )
+    for what, words in _must_be_there(messages, tools):
+        if words not in text:
+            raise UserError(
+                f"{place}: the chat template leaves out {what}, {words[:60]!r}. Qwen's templates write the roles system, user, assistant "
+                "and tool, and the tools; use one, or take what it cannot write out of the data."
+            )
     return text, spans
+
+
+def _must_be_there(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """(what, words) that every faithful rendering has. Of earlier answers Qwen3's template leaves out the thinking."""
+    for message in messages:
+        yield f"the words of a {message['role']!r} message", message["content"].rpartition("</think>")[2].strip()
+        for call in message.get("tool_calls", ()):
+            yield "a tool call", _name(call)
+    for tool in tools:
+        yield "a tool", _name(tool)
+
+
+def _name(function: Any) -> str:
+    """Of a tool or of a call, as OpenAI nests them or not."""
+    found = function.get("function", function) if isinstance(function, dict) else None
+    return str(found.get("name", "")) if isinstance(found, dict) else ""
 
 
 def _checked(messages: Any, place: str) -> list[dict[str, Any]]:
@@ -77,11 +102,19 @@ def _checked(messages: Any, place: str) -> list[dict[str, Any]]:
         content = message.get("content")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise wrong(f"the content of a {message['role']} message is {str(content)[:60]!r}, not a string")
-    return [_without_none(message) for message in messages]
+    # A template takes a field that is there for meant, and may write None as a word.
+    return [{"content": ""} | {k: v for k, v in message.items() if v is not None} for message in messages]
 
 
-def _without_none(value: Any) -> Any:
-    """Arrow and Parquet fill every field that any row has with None; a template takes a field that is there for meant."""
-    if isinstance(value, dict):
-        return {k: _without_none(v) for k, v in value.items() if v is not None or k == "content"}
-    return [_without_none(v) for v in value] if isinstance(value, list) else value
+def _checked_tools(tools: Any, place: str) -> list[dict[str, Any]]:
+    """The tools as a list of objects; tables often hold them as JSON, since their schemas differ from row to row."""
+    found = tools
+    if isinstance(found, str):
+        try:
+            found = json.loads(found) if found.strip() else []
+        except (ValueError, RecursionError):
+            found = None
+    found = [] if tools is None else found
+    if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):
+        raise UserError(f"{place}: tools are {str(tools)[:60]!r}; expected a list of objects, or one as JSON.")
+    return found

@@ -112,6 +112,7 @@ def _main(arguments: list[str], recipes: Path) -> int:
     name = rest.pop(0) if named else DEFAULT_RECIPE
     if options.nproc is not None and options.nproc < 1:
         raise UserError(f"--nproc {options.nproc} is not a number of ranks; give 1 or more.")
+    _refuse_unheeded(options)
     recipe = find_recipe(name, recipes)
 
     from .versions import check_versions
@@ -121,6 +122,10 @@ def _main(arguments: list[str], recipes: Path) -> int:
 
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     first = os.environ.get("RANK", "0") == "0"
+    if under_torchrun and options.nproc not in (None, int(os.environ["WORLD_SIZE"])):
+        raise UserError(
+            f"--nproc {options.nproc}, but torchrun started {os.environ['WORLD_SIZE']} ranks: leave --nproc out."
+        )
     if first:
         print(f"{recipe.name}: loading torch and TorchTitan ...", flush=True)
 
@@ -185,6 +190,15 @@ def _main(arguments: list[str], recipes: Path) -> int:
 
         outcome = launch(run_options, world)
     return 0 if outcome.signal is None else 128 + outcome.signal
+
+
+def _refuse_unheeded(options: argparse.Namespace) -> None:
+    """UserError for two flags of which one would have no effect."""
+    for flag, others in {"dry_run": ("compare_modes", "profile", "resume"), "compare_modes": ("resume",)}.items():
+        for other in others:
+            if getattr(options, flag) and getattr(options, other):
+                what = {"dry_run": "trains nothing", "compare_modes": "starts both modes anew"}[flag]
+                raise UserError(f"--{flag.replace('_', '-')} {what}: leave --{other.replace('_', '-')} out.")
 
 
 def _print_list(recipes: Path) -> None:

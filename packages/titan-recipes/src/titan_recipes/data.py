@@ -14,6 +14,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,7 +31,7 @@ from .packing import Documents, Packing, Sample, Samples, SplitDocuments, WholeD
 from .rows import Source
 from .tokens import TokenStore, token_store
 
-__all__ = ["Source", "TextDataLoader", "split_documents", "stores_of"]
+__all__ = ["Source", "TextDataLoader", "check_parts", "heed_flags", "split_documents", "stores_of"]
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +102,7 @@ class TextDataLoader(BaseDataLoader):
                         "Text and chat sources need weights to be mixed: they are packed each in their own way."
                     )
                 return tuple(self.sources)
+            self._refuse_unheeded()
             format, column = self.format, self.column
             if self.documents is not None:
                 return (Source(documents=self.documents, format=format, column=column),)
@@ -115,6 +117,17 @@ class TextDataLoader(BaseDataLoader):
                 )
             hub, subset, hub_split = self.dataset, self.subset, self.hub_split
             return (Source(hub=hub, subset=subset, hub_split=hub_split, format=format, column=column),)
+
+        def _refuse_unheeded(self) -> None:
+            """Raise UserError for a setting that what is read has no use for."""
+            built_in = not self.documents and not self.dataset_path and self.dataset == PYTHON_DOCS
+            if built_in and (self.format != "text" or self.column):
+                raise UserError(
+                    f"dataloader.format {self.format}, column {self.column}: the built-in {PYTHON_DOCS} are plain texts.\n"
+                    "Name your data with --dataloader.dataset_path or --dataloader.dataset."
+                )
+            if (self.documents or self.dataset_path or built_in) and (self.subset or self.hub_split != "train"):
+                raise UserError("dataloader.subset and hub_split are for a Hub dataset; this dataloader reads none.")
 
         def names_data(self) -> bool:
             """Whether a recipe or a user said what to read."""
@@ -145,26 +158,16 @@ class TextDataLoader(BaseDataLoader):
         self.fingerprint = self._fingerprint(parts)
 
     def _samples(self, part: "Part") -> Samples:
-        config, chosen = self.config, self.config.split == "validation"
-        documents = Documents([(store, np.flatnonzero(out_N == chosen)) for _, store, out_N in part])
-        packing = config.packing or ("none" if part[0][0].format == "chat" else "split")
-        shuffle, seed, together = not chosen, config.seed, packing == "whole"
-        samples: SplitDocuments | WholeDocuments
+        config, packing = self.config, _packing(self.config, part)
+        documents = _documents(config, part, self.seq_len)
+        shuffle, seed, together = config.split == "train", config.seed, packing == "whole"
         if packing == "split":
-            samples = SplitDocuments(documents, self.seq_len, shuffle=shuffle, seed=seed)
-        else:
-            samples = WholeDocuments(documents, self.seq_len, together=together, shuffle=shuffle, seed=seed)
-            if samples.dropped:
-                log.warning(
-                    "%s: %d of %d documents are longer than seq_len %d and left out",
-                    part[0][0].name,
-                    samples.dropped,
-                    len(documents),
-                    self.seq_len,
-                )
-        if samples.samples == 0:
-            why = "every document is longer than seq_len" if len(documents) else f"holdout={config.holdout}"
-            raise UserError(f"The {config.split} part of {part[0][0].name!r} is empty ({why}).")
+            return SplitDocuments(documents, self.seq_len, shuffle=shuffle, seed=seed)
+        samples = WholeDocuments(documents, self.seq_len, together=together, shuffle=shuffle, seed=seed)
+        if samples.dropped:
+            _warn_once(
+                f"{part[0][0].name}: {samples.dropped} of {len(documents)} documents are longer than seq_len {self.seq_len} and left out"
+            )
         return samples
 
     def __iter__(self) -> Iterator[Batch]:
@@ -200,6 +203,24 @@ class TextDataLoader(BaseDataLoader):
         self.samples_seen = int(state_dict["samples_seen"])
 
 
+@lru_cache
+def _warn_once(text: str) -> None:
+    log.warning(text)  # TorchTitan builds a loader for each validation
+
+
+def heed_flags(before: Any, after: Any) -> None:
+    """Data named on the command line (`after` has them, `before` is the recipe's) are read in the place of the recipe's."""
+    if not isinstance(before, TextDataLoader.Config) or not isinstance(after, TextDataLoader.Config):
+        return
+    path, hub = after.dataset_path != before.dataset_path, after.dataset != before.dataset
+    if path and hub:
+        raise UserError("Both dataloader.dataset_path and dataloader.dataset are given: name one.")
+    if path or hub:
+        after.documents, after.sources = None, ()
+    if hub:
+        after.dataset_path = None
+
+
 def _batch(samples: Sequence[Sample]) -> Batch:
     return (
         {
@@ -216,6 +237,10 @@ Part = list[tuple[Source, TokenStore, "np.typing.NDArray[np.bool_]"]]
 
 def _parts(config: TextDataLoader.Config, tokenizer: BaseTokenizer) -> list[Part]:
     """A part for each weighted source, one for all when none has a weight."""
+    if not 0 <= config.holdout < 1:
+        raise UserError(
+            f"dataloader.holdout {config.holdout} is no share of the data; give 0 (nothing) or more, and less than 1."
+        )
     found = stores_of(config, tokenizer)
     groups = [[one] for one in found] if found[0][0].weight is not None else [found]
     names = [", ".join(source.name for source, _ in group) for group in groups]
@@ -232,6 +257,27 @@ def _parts(config: TextDataLoader.Config, tokenizer: BaseTokenizer) -> list[Part
         outs = np.split(out_N, cuts)
         parts.append([(source, store, out_N) for (source, store), out_N in zip(group, outs, strict=True)])
     return parts
+
+
+def _packing(config: TextDataLoader.Config, part: Part) -> Packing:
+    return config.packing or ("none" if part[0][0].format == "chat" else "split")
+
+
+def _documents(config: TextDataLoader.Config, part: Part, seq_len: int) -> Documents:
+    """Those of a part that the config's split reads. Raises UserError when there is none, or none that fits a sequence."""
+    chosen = config.split == "validation"
+    documents = Documents([(store, np.flatnonzero(out_N == chosen)) for _, store, out_N in part])
+    fits = _packing(config, part) == "split" or bool((documents.sizes_N <= seq_len + 1).any())
+    if not len(documents) or not fits:
+        why = f"every document is longer than seq_len {seq_len}" if len(documents) else f"holdout={config.holdout}"
+        raise UserError(f"The {config.split} part of {part[0][0].name!r} is empty ({why}).")
+    return documents
+
+
+def check_parts(config: TextDataLoader.Config, tokenizer: BaseTokenizer, seq_len: int) -> None:
+    """Raise UserError if a loader of this config would have nothing to read."""
+    for part in _parts(config, tokenizer):
+        _documents(config, part, seq_len)
 
 
 def stores_of(config: TextDataLoader.Config, tokenizer: BaseTokenizer) -> list[tuple[Source, TokenStore]]:

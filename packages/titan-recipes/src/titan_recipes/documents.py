@@ -49,7 +49,7 @@ _HEADING = re.compile(r"\s*\S[^\n]*\n[*=~^-]{3,}$")
 
 def digest(text: str) -> int:
     """64 bits that stand for a document: for finding duplicates and for choosing what is held out."""
-    return int.from_bytes(hashlib.sha256(text.encode(errors="surrogatepass")).digest()[:8], "big")
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 def held_out(sources: Mapping[str, tuple[Digests, Sizes]], share: float) -> list[npt.NDArray[np.bool_]]:
@@ -68,7 +68,7 @@ def held_out(sources: Mapping[str, tuple[Digests, Sizes]], share: float) -> list
             raise UserError(
                 f"{name} has {len(chosen_N)} document(s), too few to hold out {share:.0%} for validation.\n"
                 "Use a file with a document a row or a folder of text files, or turn validation off: "
-                "holdout=0 in the recipe's dataloader and --validator.no-enable."
+                "--dataloader.holdout 0 --validator.no-enable."
             )
     return chosen
 

@@ -47,7 +47,10 @@ def _moments(weight: torch.Tensor) -> tuple[float, float, int]:
 
 
 def report_first_loss(loss: float, expected: ExpectedLoss, vocab_size: int, weights_were_loaded: bool) -> None:
-    """Say the first loss and a random model's; warn when loaded weights behave like none."""
+    """Say the first loss and a random model's; warn when loaded weights behave like none, or when there is nothing to learn."""
+    if loss == 0:
+        log.warning("the first step had no label, so its loss says nothing: its sequences are prompts alone")
+        return
     say(
         f"first loss {loss:.4f}; a random model of these sizes has {expected.value:.4f} +- {expected.standard_error:.4f} "
         "on random targets"

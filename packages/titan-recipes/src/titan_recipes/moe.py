@@ -1,4 +1,4 @@
-"""The mixture of experts of both routes: TorchTitan's MoE, computed in the parameters' dtype and routed in float32.
+"""The mixture of experts of all routes: TorchTitan's MoE, computed in the parameters' dtype and routed in float32.
 
 Stock, its experts compute in bfloat16 whatever the parameters are, and its router leaves float32 to an autocast that CPU
 does not have. With these two classes the layer is qwen3-core's to float32's last digits, so routes can be compared; under

@@ -5,6 +5,7 @@ parallelised model under FakeTensorMode, and computes one step of shapes. Nothin
 """
 
 import math
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,8 @@ def _rehearse(config: Any, plan: ParallelPlan, shape: ModelShape, world: int) ->
         )
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cpu")
+            if spec.model.qwen3.tie_word_embeddings:  # materialising parts them; a run's initialisation ties them again
+                model.lm_head.weight = model.tok_embeddings.weight
             lines += _local_parameters(model, plan, shape)
             tokens = torch.zeros(plan.micro_batch, plan.seq_len // plan.cp, dtype=torch.int64)
             positions = torch.arange(plan.seq_len // plan.cp).expand(plan.micro_batch, -1)
@@ -245,11 +248,18 @@ def _local_parameters(model: Any, plan: ParallelPlan, shape: ModelShape) -> list
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         count += local.numel()
-        short = ".".join(part for part in name.split(".") if not part.startswith("_"))
-        layer, _, rest = short.partition(".")[2].partition(".") if short.startswith("layers.") else ("0", "", short)
+        layer, rest = _place(name)
         row = rows.get(rest)
         if row is not None and plan.world > 1:
             assert tuple(local.shape) == local_shape(row, plan), (name, tuple(local.shape), local_shape(row, plan))
         if layer == "0":
             shown.append(f"  {rest:<45} {tuple(parameter.shape)!s:<20} -> {tuple(local.shape)} a core")
     return [f"parameters: {count:,} a core; embedding, head and the first layer:", *shown]
+
+
+def _place(name: str) -> tuple[str, str]:
+    """(layer, name in it) of a parameter of either model code; what is in no layer counts to the first."""
+    short = ".".join(part for part in name.split(".") if not part.startswith("_"))
+    found = re.fullmatch(r"(?:model\.)*(?:layers\.(\d+)\.)?(.+)", short)  # Transformers' are inside model.model
+    assert found is not None, name
+    return found[1] or "0", found[2]

@@ -11,12 +11,13 @@ from hf_ckpt_adapter.sources import ASSETS
 
 from .balance import refuse_balance
 from .checkpoint import complete_steps
-from .data import TextDataLoader, stores_of
+from .data import TextDataLoader, check_parts, stores_of
 from .errors import UserError
 from .logs import say
 from .simple_fsdp import refuse_unfit
 from .source import refuse_remote_code
 from .spec import route_of
+from .trainer import validation_data
 
 __all__ = ["check", "check_layout", "world_size_of"]
 
@@ -38,9 +39,10 @@ def check(config: Any, world_size: int, *, resume: bool) -> None:
     _check_world_size(config, world_size)
     check_layout(config)
     _check_remote_code(config)
+    _check_folder(config, resume)
+    _check_weights(config, resume)
     _check_tokenizer(config)
     _check_data(config)
-    _check_folder(config, resume)
 
 
 def check_layout(config: Any) -> None:
@@ -176,7 +178,7 @@ def _split_layers(parallelism: Any, model: Any) -> None:
 
 
 def _heads(model: Any) -> dict[str, int]:
-    """Heads by kind, of a model spec of ours on either route, or of TorchTitan's own."""
+    """Heads by kind, of a model spec of ours on any route, or of TorchTitan's own."""
     if hasattr(model, "qwen3"):
         heads, kv_heads = model.qwen3.num_attention_heads, model.qwen3.num_key_value_heads
     else:
@@ -230,25 +232,68 @@ def _check_tokenizer(config: Any) -> None:
 
 
 def _check_data(config: Any) -> None:
-    """Tokenise what the run will read, unless that was done before, and say how much it is."""
-    loaders = [config.dataloader, *([config.validator.dataloader] if config.validator.enable else [])]
+    """Tokenise what the run will read, unless that was done before, say how much it is, and that each part of it has some."""
+    loaders = [config.dataloader, *([validation_data(config)] if config.validator.enable else [])]
     loaders = [loader for loader in loaders if isinstance(loader, TextDataLoader.Config)]
     if not loaders:
         return
-    tokenizer = config.tokenizer.build(tokenizer_path=config.hf_assets_path)
+    try:
+        tokenizer = config.tokenizer.build(tokenizer_path=config.hf_assets_path)
+    except Exception as error:  # whatever a file of another's, or a template in it, makes TorchTitan raise
+        raise UserError(f"The tokenizer in {config.hf_assets_path} cannot be loaded: {error!r}.") from None
     for line in dict.fromkeys(store.summary for loader in loaders for _, store in stores_of(loader, tokenizer)):
         say(f"data: {line}")
+    for loader in loaders:
+        check_parts(loader, tokenizer, config.training.seq_len)
     # Ranks may be forked from here: the tokenizer's threads would be dead in theirs, and it would say so.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def _check_folder(config: Any, resume: bool) -> None:
-    if resume or not config.checkpoint.enable:
+    checkpoint = config.checkpoint
+    if not checkpoint.enable:
+        if resume:
+            raise UserError("--resume reads a checkpoint, but checkpoint.enable is off: leave one of the two out.")
         return
-    folder = Path(config.dump_folder) / config.checkpoint.folder
+    if checkpoint.last_save_in_hf:
+        raise UserError(
+            "checkpoint.last_save_in_hf leaves a last step without config, tokenizer and optimizer, from which no run goes on.\n"
+            "Leave it out: every run writes the Hugging Face folder, hf/, by itself."
+        )
+    folder = Path(config.dump_folder) / checkpoint.folder
     steps = complete_steps(folder)
-    if steps:
+    if steps and not resume:
         raise UserError(
             f"{folder} already holds a checkpoint of step {steps[-1]}.\n"
             "Pass --resume to continue from it, or another --dump_folder to start anew."
+        )
+    if checkpoint.load_step not in (-1, *steps):
+        raise UserError(
+            f"checkpoint.load_step {checkpoint.load_step} is no complete step in {folder}; there: "
+            f"{', '.join(map(str, steps)) or 'none'}."
+        )
+
+
+def _check_weights(config: Any, resume: bool) -> None:
+    """What checkpoint.initial_load_path names is there, can be read as it is asked for, and is read at all."""
+    checkpoint, path = config.checkpoint, config.checkpoint.initial_load_path
+    if not checkpoint.enable:
+        if path or checkpoint.initial_load_in_hf:
+            raise UserError(
+                f"The weights in {path or config.hf_assets_path} would not be read, since checkpoint.enable is off: the run would start "
+                "from random ones.\nTo load them and save nothing: --checkpoint.load_only in the place of --checkpoint.no-enable."
+            )
+        return
+    if not path or (resume and complete_steps(Path(config.dump_folder) / checkpoint.folder)):
+        return
+    folder = Path(path)
+    if not folder.is_dir():
+        raise UserError(
+            f"checkpoint.initial_load_path {path!r} is no folder here; weights come from a Hugging Face folder or a TorchTitan step.\n"
+            "A Hub id in the local cache is found by --model."
+        )
+    if not checkpoint.initial_load_in_hf and not (folder / ".metadata").is_file():
+        raise UserError(
+            f"checkpoint.initial_load_path {path} is no TorchTitan step (it has no .metadata).\n"
+            "For a Hugging Face folder add --checkpoint.initial_load_in_hf."
         )

@@ -1,5 +1,6 @@
 """`--profile`: a torch profiler trace of one step, on the host and on whichever device there is."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from torchtitan.tools.profiler import Profiler
 from .logs import say
 
 __all__ = ["TRACED_STEP", "StepProfiler"]
+
+log = logging.getLogger(__name__)
 
 TRACED_STEP = 4
 """Of this process, from 1: the first three pay for warming up, and on Neuron for compiling."""
@@ -28,6 +31,17 @@ class StepProfiler(Profiler):
     class Config(Profiler.Config):
         enable_profiling: bool = True
 
+    _written = False
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        profiled = self.torch_profiler is not None
+        swallowed = super().__exit__(kind, error, trace)
+        if profiled and kind is None and not self._written:
+            log.warning(
+                "no trace was written: this process ended before its step %d, which --profile traces", TRACED_STEP
+            )
+        return swallowed
+
     def build_torch_profiler(self, *, global_step: int, base_folder: str, leaf_folder: str) -> Any:
         """Started, or None when disabled."""
         if not self._config.enable_profiling:
@@ -38,6 +52,7 @@ class StepProfiler(Profiler):
             activities.append(_ACTIVITIES[utils.device_type])
 
         def write(profiler: torch.profiler.profile) -> None:
+            self._written = True
             file.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(file))
             say(f"trace of step {global_step + TRACED_STEP}: {file} (open it in ui.perfetto.dev)")

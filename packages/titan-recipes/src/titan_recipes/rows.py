@@ -82,7 +82,12 @@ def rows(source: Source) -> Iterator[tuple[str, Row]]:
     """
     if source.path is not None:
         for file in files_of(source.path):
-            yield from _READERS[file.suffix](file, source)
+            try:
+                yield from _READERS[file.suffix](file, source)
+            except UnicodeDecodeError as error:
+                raise UserError(f"{file}: not UTF-8 text ({error.reason} at byte {error.start}).") from None
+            except OSError as error:
+                raise UserError(f"{file} cannot be read: {error}") from None
     elif source.hub is not None:
         yield from _hub_rows(source)
     else:
@@ -101,23 +106,30 @@ def files_of(path: str) -> list[Path]:
             f"Set --dataloader.dataset_path, and the validator's, to a {' '.join(SUFFIXES)} file or a folder of them."
         )
     if root.is_dir():
-        # cache-*.arrow: what `datasets` keeps of its own computations beside a saved dataset.
-        files = sorted(p for p in root.rglob("*") if p.suffix in SUFFIXES and not p.name.startswith("cache-"))
+        files = sorted(p for p in root.rglob("*") if p.suffix in SUFFIXES and not p.is_dir() and not _beside(p, root))
+        if any(file.suffix not in TEXT_SUFFIXES for file in files):
+            files = [file for file in files if file.name != "README.md"]  # a data set's card, as the Hub has it
         if not files:
             raise UserError(f"The dataset {path!r} is empty: there is no {' '.join(SUFFIXES)} file in that folder.")
+        for file in files:
+            if not file.exists():
+                raise UserError(f"{file} is a link to {file.readlink()}, which is not there.")
         return files
     if root.suffix not in SUFFIXES:
         raise UserError(f"{root}: {root.suffix or 'no'} suffix; expected one of {', '.join(SUFFIXES)}.")
     return [root]
 
 
+def _beside(file: Path, root: Path) -> bool:
+    """Whether a file of the folder is no data: hidden, or what `datasets` keeps of its own computations."""
+    cached = file.suffix == ".arrow" and file.name.startswith("cache-")
+    return cached or any(part.startswith(".") for part in file.relative_to(root).parts)
+
+
 def _text_rows(file: Path, source: Source) -> Iterator[tuple[str, Row]]:
     if source.format == "chat":
         raise UserError(f"{file}: a text file holds no messages; chat data comes as .jsonl, .parquet or .arrow.")
-    try:
-        yield str(file), {source.wanted: file.read_text(encoding="utf-8")}
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: not UTF-8 text ({error.reason} at byte {error.start}).") from None
+    yield str(file), {source.wanted: file.read_text(encoding="utf-8")}
 
 
 def _jsonl_rows(file: Path, source: Source) -> Iterator[tuple[str, Row]]:
@@ -126,13 +138,12 @@ def _jsonl_rows(file: Path, source: Source) -> Iterator[tuple[str, Row]]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
-            except ValueError:
-                row = None
+                row, why = json.loads(line), ""
+            except (ValueError, RecursionError) as error:
+                row, why = None, f" ({error})"
             if not isinstance(row, dict):
-                raise UserError(
-                    f"{file}:{number}: expected a JSON object, found {line.strip()[:80].decode(errors='replace')!r}."
-                )
+                found = line.strip()[:80].decode(errors="replace")
+                raise UserError(f"{file}:{number}: expected a JSON object, found {found!r}{why}.")
             yield f"{file}:{number}", row
 
 
@@ -144,7 +155,7 @@ def _parquet_rows(file: Path, source: Source) -> Iterator[tuple[str, Row]]:
         with pyarrow.parquet.ParquetFile(file, memory_map=True) as table:
             columns = _columns(file, source, table.schema_arrow.names)
             yield from _batch_rows(file, table.iter_batches(columns=columns))
-    except pyarrow.ArrowInvalid as error:
+    except pyarrow.ArrowException as error:
         raise UserError(f"{file}: not a readable Parquet file: {error}") from None
 
 
@@ -162,7 +173,7 @@ def _arrow_rows(file: Path, source: Source) -> Iterator[tuple[str, Row]]:
                 batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
             columns = _columns(file, source, reader.schema.names)
             yield from _batch_rows(file, (batch.select(columns) for batch in batches))
-    except pyarrow.ArrowInvalid as error:
+    except pyarrow.ArrowException as error:
         raise UserError(f"{file}: not a readable Arrow file: {error}") from None
 
 
@@ -177,8 +188,19 @@ def _batch_rows(file: Path, batches: Iterator[Any]) -> Iterator[tuple[str, Row]]
     number = 0
     for batch in batches:
         for row in batch.to_pylist():
-            yield f"{file} row {number}", row
+            yield f"{file} row {number}", _unfilled(row)
             number += 1
+
+
+def _unfilled(row: Row) -> Row:
+    """A table's row without the fields that are there, as None, since another row has them: those of its messages and tools."""
+    return {name: _without_none(value) for name, value in row.items()}
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_none(v) for k, v in value.items() if v is not None}
+    return [_without_none(v) for v in value] if isinstance(value, list) else value
 
 
 _READERS: dict[str, Callable[[Path, Source], Iterator[tuple[str, Row]]]] = {
@@ -191,7 +213,7 @@ _READERS: dict[str, Callable[[Path, Source], Iterator[tuple[str, Row]]]] = {
 
 def _hub_rows(source: Source) -> Iterator[tuple[str, Row]]:
     for number, row in enumerate(hub_dataset(source)):
-        yield f"{source.hub} row {number}", row
+        yield f"{source.hub} row {number}", _unfilled(row)
 
 
 def hub_dataset(source: Source) -> Any:
@@ -205,7 +227,7 @@ def hub_dataset(source: Source) -> Any:
         raise UserError(
             f"The Hub dataset {source.hub!r} could not be loaded: {str(error).splitlines()[0]}\n"
             "Check its name, subset and hub_split. Without a network, download it on a machine that has one\n"
-            f"(hf download --repo-type dataset {source.hub} --local-dir FOLDER) and set dataset_path to that folder."
+            f"(hf download --repo-type dataset {source.hub} --local-dir FOLDER) and set dataset_path to its files of that split."
         ) from None
     if source.wanted not in found.column_names:
         raise UserError(

@@ -59,6 +59,7 @@ def build_config(options: Options) -> Any:
     from torchtitan.config.manager import ConfigManager, custom_registry
     from torchtitan.trainer import Trainer
 
+    from .data import heed_flags
     from .defaults import apply_device_defaults
     from .spec import use_model
     from .trainer import adopt
@@ -76,14 +77,23 @@ def build_config(options: Options) -> Any:
     for line in apply_device_defaults(config, options.device):
         say(f"{options.device}: {line}")
     ConfigManager()  # registers TorchTitan's parsing rules
-    config = tyro.cli(
-        type(config),
-        args=list(options.titan_args),
-        default=config,
-        registry=custom_registry,
-        prog=f"apps/train {options.recipe.name}",
-        console_outputs=os.environ.get("RANK", "0") == "0",
-    )
+    recipes_data = config.dataloader
+    try:
+        config = tyro.cli(
+            type(config),
+            args=list(options.titan_args),
+            default=config,
+            registry=custom_registry,
+            prog=f"apps/train {options.recipe.name}",
+            console_outputs=os.environ.get("RANK", "0") == "0",
+        )
+    except (
+        AssertionError
+    ) as error:  # how some of TorchTitan's configs refuse a value; tyro itself says what is a ValueError
+        raise UserError(f"An option has a value that TorchTitan refuses: {error}.") from None
+    heed_flags(recipes_data, config.dataloader)
+    if config.training.steps < 1:
+        raise UserError(f"training.steps {config.training.steps} is no run; give 1 or more.")
     if options.profile:
         from .profiling import TRACED_STEP, StepProfiler
 

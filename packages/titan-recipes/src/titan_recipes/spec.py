@@ -1,11 +1,11 @@
-"""TorchTitan model specs for any Qwen3, dense or mixture of experts, on either route.
+"""TorchTitan model specs for any Qwen3, dense or mixture of experts, on any route.
 
     native("Qwen/Qwen3-8B")              TorchTitan's own model
     transformers("Qwen/Qwen3-8B")        the Transformers class, in TorchTitan's Transformers backend
     native(Qwen3Config(vocab_size=...))  sizes of your own, by the names of config.json
 
-Two of the three routes; `kernels` is the native one with the overrides of titan_recipes.kernels. All compute what qwen3-core computes from the same weights, and start from its initial distribution. docs/routes.md
-compares them.
+The third route, `kernels`, is the native one with the overrides of titan_recipes.kernels. All compute what qwen3-core computes from
+the same weights, and start from its initial distribution. docs/routes.md compares them.
 """
 
 import logging
@@ -180,25 +180,50 @@ def use_model(
         _use_kernels(config, route == "kernels")
     route = route or own
     if model is None:
-        config.model_spec = model_spec(
-            old.qwen3, route=route, document_mask=old.document_mask, flavor=config.model_spec.flavor
-        )
-        keep_choices(old, config.model_spec.model)
+        config.model_spec = _respecified(config.model_spec, old.qwen3, route, config.model_spec.flavor)
         return
     source = find_model(model)
-    config.model_spec = model_spec(source.config, route=route, document_mask=old.document_mask, flavor=source.name)
-    keep_choices(old, config.model_spec.model)
+    config.model_spec = _respecified(config.model_spec, source.config, route, source.name)
     config.expected_trainable = None  # it was another model's
     for _, loss, _, _ in config.loss.traverse(Configurable.Config, recurse=True):  # one may wrap another
         if hasattr(loss, "global_vocab_size"):
             loss.global_vocab_size = source.config.vocab_size
     if source.tokenizer is not None:
         config.hf_assets_path = str(source.tokenizer)
+    elif source.weights is not None:
+        log.warning(
+            "%s has no tokenizer.json, so the recipe's tokenizer is used (%s): make sure that the weights were trained with its ids",
+            model,
+            config.hf_assets_path,
+        )
     if weights and source.weights is None:
         raise UserError(f"{model} has no weights: neither *.safetensors nor a TorchTitan step.")
     if source.weights is not None and weights is not False:
         config.checkpoint.initial_load_path = str(source.weights)
-        config.checkpoint.initial_load_in_hf = True  # a step too: read through the same table, it starts either route
+        config.checkpoint.initial_load_in_hf = True  # a step too: read through the same table, it starts any route
+    elif config.checkpoint.initial_load_path and (weights is False or source.config != old.qwen3):
+        log.warning(
+            "%s gives sizes alone: the recipe's weights (%s) are another model's and will not be read",
+            source.name,
+            config.checkpoint.initial_load_path,
+        )
+        config.checkpoint.initial_load_path, config.checkpoint.initial_load_in_hf = None, False
+
+
+def _respecified(old: ModelSpec, qwen3: Qwen3Config, route: str, flavor: str) -> ModelSpec:
+    """A spec of `qwen3` on `route` with what a recipe chose on `old`. UserError for a choice that the other model code lacks."""
+    new = model_spec(qwen3, route=route, document_mask=old.model.document_mask, flavor=flavor)
+    keep_choices(old.model, new.model)
+    if route_of(new) == route_of(old):
+        return replace(old, model=new.model, flavor=flavor)
+    stock = model_spec(old.model.qwen3, route=route_of(old), document_mask=old.model.document_mask)
+    if old.parallelize_fn is not stock.parallelize_fn:
+        chosen = getattr(old.parallelize_fn, "__module__", "")
+        raise UserError(
+            f"The recipe parallelises its model by a function of its own ({chosen}), made for {route_of(old)}'s model code: "
+            f"the route {route} would run without it.\nKeep the route, or take that choice out of the recipe."
+        )
+    return new
 
 
 def _use_kernels(config: "Trainer.Config", wanted: bool) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .chat import ready_template, render
+from .chat import Spans, ready_template, render
 from .documents import digest
 from .errors import UserError
 from .rows import Row, Source, files_of, hub_dataset, rows
@@ -29,7 +29,7 @@ __all__ = ["TokenStore", "default_cache", "token_store"]
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Raise when the contents of a store change meaning."""
 
 CHUNK = 1000
@@ -141,7 +141,7 @@ class _Left:
 @dataclass
 class _Document:
     text: str
-    spans: list[tuple[int, int]] | None
+    spans: Spans | None
     """Characters that are learned; None: all."""
 
 
@@ -199,7 +199,7 @@ def _documents(source: Source, tokenizer: Any, left: _Left) -> Iterator[_Documen
         if source.format == "text":
             text = _text(row, source, place)
             if text.strip():
-                yield _Document(text, None)
+                yield _document(place, text)
             else:
                 left.empty += 1
             continue
@@ -209,13 +209,24 @@ def _documents(source: Source, tokenizer: Any, left: _Left) -> Iterator[_Documen
         if rendered is None:
             left.with_turn_marks += 1
         else:
-            yield _Document(*rendered)
+            yield _document(place, *rendered)
+
+
+def _document(place: str, text: str, spans: Spans | None = None) -> _Document:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{place}: {text[error.start]!r} is half of a character (a surrogate alone), which is no text."
+        ) from None
+    return _Document(text, spans)
 
 
 def _text(row: Row, source: Source, place: str) -> str:
     text = row.get(source.wanted)
     if not isinstance(text, str):
-        raise UserError(f"{place}: expected a string {source.wanted!r}, found {str(row)[:80]!r}.")
+        hint = " Conversations are read with format chat." if "messages" in row else ""
+        raise UserError(f"{place}: expected a string {source.wanted!r}, found {str(row)[:80]!r}.{hint}")
     return text
 
 

@@ -77,15 +77,10 @@ class Trainer(titan.Trainer):
         self._pad_data_to_whole_steps()
         self.shapes = ShapeWatch()
         self.metrics_processor.more = RoutingWatch(self.model_config, self.model_parts).record
-        total, trainable = self._count_parameters()
-        say(f"model: {config.model_spec.flavor}, {total:,} parameters, {trainable:,} trainable")
-        if config.expected_trainable not in (None, trainable):
-            raise UserError(
-                f"The recipe expects {config.expected_trainable:,} trainable parameters; {trainable:,} of {total:,} would train."
-            )
+        self._report_parameters()
 
-    def _count_parameters(self) -> tuple[int, int]:
-        """All parameters and those that train, of all pipeline stages."""
+    def _report_parameters(self) -> None:
+        """Say how many parameters there are and how many train, of all pipeline stages; UserError if a recipe expects others."""
         parameters = [p for part in self.model_parts for p in part.parameters()]
         counts = torch.tensor(
             [sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)]
@@ -94,7 +89,12 @@ class Trainer(titan.Trainer):
             counts = counts.to(self.device)
             torch.distributed.all_reduce(counts, group=self.parallel_dims.get_mesh("pp").get_group())
         total, trainable = counts.tolist()
-        return total, trainable
+        assert self.config.model_spec is not None
+        say(f"model: {self.config.model_spec.flavor}, {total:,} parameters, {trainable:,} trainable")
+        if self.config.expected_trainable not in (None, trainable):
+            raise UserError(
+                f"The recipe expects {self.config.expected_trainable:,} trainable parameters; {trainable:,} of {total:,} would train."
+            )
 
     def _pad_data_to_whole_steps(self) -> None:
         """TorchTitan drops a step whose batches the data cannot fill: have the loaders pad the last one."""
@@ -125,7 +125,14 @@ class Trainer(titan.Trainer):
 
     def _remembering(self, validate: Callable[..., None]) -> Callable[..., None]:
         def run(model_parts: list[torch.nn.Module], step: int) -> None:
-            validate(model_parts, step)
+            try:
+                validate(model_parts, step)
+            except (
+                ZeroDivisionError
+            ):  # TorchTitan divides by the labels of all ranks: some steps of long prompts have none
+                log.warning("step %d: the validator's batches had no label, so there is no validation loss", step)
+                for part in model_parts:
+                    part.train()
             self.validated_step = step
 
         return run
@@ -298,7 +305,14 @@ def adopt(config: titan.Trainer.Config) -> Trainer.Config:
         config.metrics = recast(RunMetrics.Config, config.metrics)
     if type(config.checkpoint) is CheckpointManager.Config:
         config.checkpoint = recast(StepCheckpoints.Config, config.checkpoint)
+    own = config.validator.dataloader
+    if isinstance(config.dataloader, TextDataLoader.Config) and own == Validator.Config().dataloader:
+        config.validator.dataloader = replace(_HELD_OUT)  # so that --validator.dataloader options are this loader's
     return config
+
+
+_HELD_OUT = TextDataLoader.Config(holdout=0.0)
+"""A validator that names no data reads what the training data hold out; one that does reads all of it."""
 
 
 def validation_data(config: Trainer.Config) -> BaseDataLoader.Config:
@@ -308,7 +322,13 @@ def validation_data(config: Trainer.Config) -> BaseDataLoader.Config:
         return own
     if isinstance(own, TextDataLoader.Config) and own.names_data():
         return own
-    default = Validator.Config().dataloader
-    if isinstance(own, TextDataLoader.Config) or own == default:
-        return replace(train, split="validation", infinite=False)
-    return own
+    if isinstance(own, TextDataLoader.Config):
+        asked = replace(own, sources=())  # of which parsing makes a list
+        if own.split == "train" and asked not in (TextDataLoader.Config(), _HELD_OUT):
+            raise UserError(
+                "The validator's dataloader has settings but names no data, so the held-out part of the training data would be read "
+                "without them.\nName its data (--validator.dataloader.dataset_path), or set the training dataloader's."
+            )
+    elif own != Validator.Config().dataloader:
+        return own
+    return replace(train, split="validation", infinite=False)
