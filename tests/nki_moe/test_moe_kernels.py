@@ -94,6 +94,26 @@ def test_gather_and_combine_in_the_kernels(monkeypatch: pytest.MonkeyPatch, lnc:
     check_routed(nki_moe.routed_mlp, 300, 4, 2, 256, 256, dtype)
 
 
+def test_no_rows_and_no_tokens_run_as_well() -> None:
+    """Case 112: a rank may have none."""
+    w1, w2, w3 = (torch.ones(s, requires_grad=True) for s in ((2, 256, 512), (2, 512, 256), (2, 256, 512)))
+    x, none = torch.zeros(0, 512, requires_grad=True), torch.zeros(0, 2)
+    for y in (
+        nki_moe.grouped_mlp(x, torch.tensor([0, 0]), w1, w2, w3),
+        nki_moe.routed_mlp(x, none.long(), none, w1, w2, w3),
+    ):
+        assert y.shape == (0, 512)
+        assert not any(g.any() for g in torch.autograd.grad(y.sum(), [x, w1, w2, w3]))
+    check_routed(nki_moe.routed_mlp, 1, 3, 2, 256, 256, BF16)
+
+
+@pytest.mark.parametrize(("counts", "words"), [([4, 9], "adds up to 13"), ([-1, 5], "smallest -1")])
+def test_counts_that_cannot_be_are_refused_before_a_kernel_runs(counts: list[int], words: str) -> None:
+    w = torch.zeros(2, 256, 256)
+    with pytest.raises(ValueError, match=words):
+        nki_moe.grouped_mlp(torch.zeros(9, 256), torch.tensor(counts), w, w, w)
+
+
 def test_all_interleavings_of_the_cores_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     def every_order(kernel: Any, lnc: int, *tensors: Any, **constants: Any) -> Any:
         with nki_sim.checks(record=("unwritten-output",)):
