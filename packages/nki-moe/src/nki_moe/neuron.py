@@ -120,7 +120,7 @@ def _rope_results(device_type: str) -> dict[str, tuple[Tensor, Tensor]]:
     q, k = (torch.randn(1, 6, heads, 32, generator=generator).bfloat16() for heads in (2, 1))
     angles = torch.rand(6, 16, generator=generator).repeat(1, 2)
     ours = [t.to(device_type).requires_grad_() for t in (q, k)]
-    out = rope.rope(*ours, angles.cos().to(device_type), angles.sin().to(device_type))
+    out = rope.rope(ours[0], ours[1], angles.cos().to(device_type), angles.sin().to(device_type))
     back = torch.autograd.grad(out, ours, [t.detach() for t in out])
     turned = [rotate(t, angles.cos()[None], angles.sin()[None]) for t in (q, k)]
     return dict(zip(("q", "k", "dq", "dk"), zip((*out, *back), (*turned, q, k), strict=True), strict=True))

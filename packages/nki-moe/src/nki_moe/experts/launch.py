@@ -6,7 +6,6 @@ How a kernel is started is the last argument: on nki-sim, or on Trainium (neuron
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from nki_moe import simulated
