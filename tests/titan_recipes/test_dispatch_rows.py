@@ -104,3 +104,15 @@ def test_bfloat16_rows_are_scored_and_summed_in_float32():
         torch.equal(out_TD, exact_TD.bfloat16())
         or (out_TD.float() - exact_TD).abs().max() < 2**-8 * exact_TD.abs().max()
     )
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+@pytest.mark.parametrize("block", [0, 4], ids=["as they are", "blocks"])
+def test_any_number_of_tokens_has_its_rows(tokens, block):
+    """Case 112: none, and a number that no degree divides."""
+    expert_TK = routing(tokens=tokens)
+    x_TD, scores_TK = torch.randn(tokens, D, requires_grad=True), torch.rand(tokens, K, requires_grad=True)
+    placement = pack(expert_TK, E, packed_rows(tokens * K, E, block), block)[0] if block else pack_all(expert_TK)
+    out_TD = combine_rows(take_rows(x_TD, placement) * 2, placement, scores_TK)
+    torch.testing.assert_close(out_TD, 2 * x_TD * scores_TK.sum(1, keepdim=True))
+    assert [g.shape for g in torch.autograd.grad(out_TD.sum(), [x_TD, scores_TK])] == [(tokens, D), (tokens, K)]

@@ -104,7 +104,7 @@ def _choices(y_RD: torch.Tensor, p: Placement) -> torch.Tensor:
     y_ND = y_RD.index_select(0, p.row_TK.view(-1))
     if p.here_TK is not None:
         y_ND.masked_fill_(~p.here_TK.view(-1, 1), 0)
-    return y_ND.view(*p.row_TK.shape, -1)
+    return y_ND.view(*p.row_TK.shape, y_RD.shape[1])
 
 
 def take_rows(x_TD: torch.Tensor, placement: Placement) -> torch.Tensor:
