@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from moe_cases import check_grouped, check_routed, definition, problem, with_gradients
+from moe_cases import check_grouped, check_routed, definition, problem, routed_problem, with_gradients
 from nki_moe import simulated
 from nki_moe.experts import launch, reference
 from nki_moe.tiling import (
@@ -94,6 +94,26 @@ def test_gather_and_combine_in_the_kernels(monkeypatch: pytest.MonkeyPatch, lnc:
     check_routed(nki_moe.routed_mlp, 300, 4, 2, 256, 256, dtype)
 
 
+def test_no_rows_and_no_tokens_run_as_well() -> None:
+    """Case 112: a rank may have none."""
+    w1, w2, w3 = (torch.ones(s, requires_grad=True) for s in ((2, 256, 512), (2, 512, 256), (2, 256, 512)))
+    x, none = torch.zeros(0, 512, requires_grad=True), torch.zeros(0, 2)
+    for y in (
+        nki_moe.grouped_mlp(x, torch.tensor([0, 0]), w1, w2, w3),
+        nki_moe.routed_mlp(x, none.long(), none, w1, w2, w3),
+    ):
+        assert y.shape == (0, 512)
+        assert not any(g.any() for g in torch.autograd.grad(y.sum(), [x, w1, w2, w3]))
+    check_routed(nki_moe.routed_mlp, 1, 3, 2, 256, 256, BF16)
+
+
+@pytest.mark.parametrize(("counts", "words"), [([4, 9], "adds up to 13"), ([-1, 5], "smallest -1")])
+def test_counts_that_cannot_be_are_refused_before_a_kernel_runs(counts: list[int], words: str) -> None:
+    w = torch.zeros(2, 256, 256)
+    with pytest.raises(ValueError, match=words):
+        nki_moe.grouped_mlp(torch.zeros(9, 256), torch.tensor(counts), w, w, w)
+
+
 def test_all_interleavings_of_the_cores_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     def every_order(kernel: Any, lnc: int, *tensors: Any, **constants: Any) -> Any:
         with nki_sim.checks(record=("unwritten-output",)):
@@ -116,22 +136,38 @@ def routings(many: int, rows: int, E: int) -> Iterator[list[int]]:
 
 
 def test_one_program_serves_a_hundred_routings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel is traced once (values cannot be read then), each routing runs from that trace, and a fresh trace with other
-    counts has the same hash."""
+    """A kernel is traced once (values cannot be read then), and each routing runs from that trace; every twentieth back as well."""
     monkeypatch.setattr(simulated, "_programs", {})
-    for counts in routings(100, 200, 4):
+    for i, counts in enumerate(routings(100, 200, 4)):
+        if i % 20 == 0:
+            check_grouped(nki_moe.grouped_mlp, counts, 200, 256, 256, BF16)
+            continue
         x, counts_E, weights = problem(counts, 200, 256, 256, BF16)
         y = launch.forward(x.detach(), counts_E, *weights, None, None, False)[0]
         wanted = reference.grouped_mlp(x.detach().float().nan_to_num(0), counts_E, *(w.float() for w in weights))
         assert ((y.float() - wanted).norm() <= 1e-2 * wanted.norm()).item()
-    ((key, program),) = simulated._programs.items()
-    kernel, lnc = key[:2]
-    constants = {item[0]: item[1] for item in key[2:] if isinstance(item[0], str)}
-    for counts in ([200, 0, 0, 0], [1, 2, 3, 4]):
-        t = routing(torch.tensor(counts), 200, None, None, 2)
-        tables = (t.plan, t.tails, t.clear, t.source, t.inverse, t.scores)
-        again = nki_sim.trace(kernel[lnc], (x, *weights, *tables), **constants)
-        assert again.hash == program.hash
+    used = sorted(key[0].__name__ for key in simulated._programs)
+    assert used == ["backward_data", "backward_weights", "forward", "forward"]  # forward with and without what it keeps
+
+
+def test_every_kernel_traced_anew_for_another_routing_is_the_same_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashes: dict[str, list[str]] = {}
+
+    def traced_anew(kernel: Any, lnc: int, *tensors: Any, **constants: Any) -> Any:
+        program = nki_sim.trace(kernel[lnc], tensors, **constants)
+        fused = " fused" if constants["fused"] else ""
+        hashes.setdefault(kernel.__name__ + fused, []).append(program.hash)
+        with nki_sim.checks(record=("unwritten-output",)):
+            return program.run(*tensors, **constants).outputs
+
+    monkeypatch.setattr(simulated, "run", traced_anew)
+    for counts in ([60, 0, 0, 0], [1, 2, 3, 4]):
+        x, counts_E, weights = problem(counts, 60, 256, 256, BF16)
+        with_gradients(nki_moe.grouped_mlp, x, counts_E, *weights)
+    for spread in (1, 4):
+        x, experts, scores, weights = routed_problem(30, 4, 2, 256, 256, BF16)
+        with_gradients(nki_moe.routed_mlp, x, experts % spread, scores, *weights)
+    assert len(hashes) == 6 and all(len(h) == 2 and len(set(h)) == 1 for h in hashes.values()), hashes
 
 
 class Slot(NamedTuple):
@@ -227,8 +263,6 @@ def test_two_layers_with_kernels_in_one_graph_and_experts_without_tokens() -> No
 
 
 def _layers() -> tuple[Any, ...]:
-    from moe_cases import routed_problem
-
     x, experts, scores, weights = routed_problem(300, 4, 2, 256, 256, BF16)
     return x, experts % 3, scores, weights  # expert 3 gets no token
 

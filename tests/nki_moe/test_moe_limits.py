@@ -34,7 +34,9 @@ def test_weights_that_exceed_sbuf_are_split() -> None:
         ({"dtype": torch.float16}, "float16: the kernels take bfloat16 or float32"),
         ({"lnc": 3}, "lnc=3"),
         ({"experts": 513}, "1 to 512"),
-        ({"rows": 0}, "at least one"),
+        ({"rows": -1}, "-1 rows"),
+        ({"hidden": 0}, "nearest: 256\\."),
+        ({"dim": -5}, "nearest: 256\\."),
         ({"hidden": 512, "dim": 256 * 512}, "SBUF per partition"),
     ],
 )
@@ -60,6 +62,7 @@ def test_lnc_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_rope_limits_name_the_nearest_valid() -> None:
     check_rope(4096, 128, lnc=2)
+    check_rope(0, 128, lnc=2)
     with pytest.raises(ValueError, match="even and at most 512; nearest: 126"):
         check_rope(4096, 127, lnc=2)
     with pytest.raises(ValueError, match="multiple of LNC=2; nearest: 8"):

@@ -3,13 +3,14 @@ differentiates, compiles whole and once, and proves itself before first use. Run
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import moe_neuron_stub as stub
 import nki_moe
 import nki_sim
 import pytest
 import torch
-from moe_cases import assert_close, definition, problem, with_gradients
+from moe_cases import assert_close, definition, problem, routed_problem, with_gradients
 from nki_moe import neuron
 from nki_moe.experts import launch, reference
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -30,6 +31,14 @@ def test_runs_the_kernels_eagerly_on_both_cores_after_proving_them() -> None:
     assert set(stub.LAUNCHES) == {("forward", 2), ("backward_data", 2), ("backward_weights", 2)}
 
 
+def test_routed_tokens_and_tensors_that_do_not_lie_in_order() -> None:
+    """The stand-in takes contiguous tensors only."""
+    x, experts, scores, weights = routed_problem(30, 4, 2, 256, 256, torch.bfloat16)
+    turned = [t.detach().mT.contiguous().mT.requires_grad_() for t in (x, scores, *weights)]
+    found = with_gradients(nki_moe.routed_mlp, turned[0], experts, *turned[1:])
+    assert_close(found, definition(reference.routed_mlp, x, experts, scores, *weights), 1e-2)
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_whole_and_once_whatever_the_counts(dynamic: bool) -> None:
     """Sizes that torch.compile made symbolic, on its own or because it was told to, are fixed: a kernel has its sizes."""
@@ -42,8 +51,11 @@ def test_compiles_whole_and_once_whatever_the_counts(dynamic: bool) -> None:
         with torch.no_grad():
             assert torch.equal(compiled(x, counts_E, *weights), nki_moe.grouped_mlp(x, counts_E, *weights)), counts
     assert counter.frame_count == 1
-    found = with_gradients(compiled, x, torch.tensor([1, 2, 3]), *weights)
-    assert found.keys() == {"y", *"abcd"}
+    for counts in ([1, 2, 3], [0, 39, 1]):
+        counts_E = torch.tensor(counts)
+        found, eager = (with_gradients(f, x, counts_E, *weights) for f in (compiled, nki_moe.grouped_mlp))
+        assert all(torch.equal(found[name], eager[name]) for name in eager), counts
+    assert counter.frame_count == 2  # one more, with gradients
 
 
 def test_rope_runs_eagerly_and_compiled() -> None:
@@ -58,16 +70,38 @@ def test_rope_runs_eagerly_and_compiled() -> None:
     assert ("rope", 2) in stub.LAUNCHES
 
 
-def test_kernels_that_return_zeros_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    neuron.register("cpu")
+@pytest.mark.parametrize(("kernels", "names"), [("own", "own kernels' y"), ("rope", "rope kernels' q")])
+def test_kernels_that_return_zeros_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, kernels: Any, names: str
+) -> None:
+    neuron.register("cpu", kernels)
     real = stub.wrap_nki.__call__
 
     def zeros(*args: object, **kwargs: object) -> tuple[torch.Tensor, ...]:
         return tuple(torch.zeros_like(t) for t in real(*args, **kwargs))  # type: ignore[arg-type]
 
     monkeypatch.setattr(stub.wrap_nki, "__call__", zeros)
-    with pytest.raises(RuntimeError, match=r"self-check: own kernels' y .*\(all zeros\).*Found nki .*neuronx-cc"):
-        neuron.self_check("cpu")
+    with pytest.raises(RuntimeError, match=names + r" .*\(all zeros\).*Found nki .*neuronx-cc"):
+        neuron.self_check("cpu", kernels)
+
+
+@pytest.mark.parametrize("wrong", ["forward", "backward_data", "backward_weights", "rope"])
+def test_each_kernel_is_proven_before_it_is_first_used(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    """Case 108, for every kernel; also where the first use is one without gradients."""
+    monkeypatch.setattr(neuron, "_checked", {})
+    real = stub.wrap_nki.__call__
+
+    def zeros(self: Any, *args: Any, **kwargs: Any) -> Any:
+        out = real(self, *args, **kwargs)
+        return tuple(torch.zeros_like(t) for t in out) if self.kernel.__name__ == wrong else out
+
+    monkeypatch.setattr(stub.wrap_nki, "__call__", zeros)
+    w, q, angles = torch.zeros(1, 256, 256).bfloat16(), torch.zeros(1, 2, 1, 32).bfloat16(), torch.zeros(2, 32)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="all zeros"):
+        if wrong == "rope":
+            nki_moe.rope(q, q, angles, angles)
+        else:
+            nki_moe.grouped_mlp(w[0], torch.tensor([256]), w, w, w)
 
 
 def test_a_failed_self_check_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,8 +83,36 @@ def test_opcheck_and_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(a, b) for a, b in zip(compiled(q, k, cos, sin), nki_moe.rope(q, k, cos, sin), strict=True))
 
 
-def test_shapes_that_do_not_fit_are_refused() -> None:
-    q, k = heads(2, 8, 2, 1, 8, torch.float32)
-    cos, sin = angles(torch.arange(9), 8)
-    with pytest.raises(ValueError, match=r"expected \(B, L, N, H\)"):
-        nki_moe.rope(q, k, cos, sin)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"cos": torch.zeros(9, 8)}, r"expected \(B, L, N, H\)"),
+        ({"k": torch.zeros(1, 8)}, r"k \(1, 8\), .*expected \(B, L, N, H\)"),
+        (
+            {"q": torch.zeros(2, 8, 2, 7), "k": torch.zeros(2, 8, 1, 7), "cos": torch.zeros(8, 7)},
+            "head dim 7 must be even",
+        ),
+        ({"q": torch.zeros(2, 8, 2, 8, dtype=torch.bfloat16)}, "of one dtype"),
+        ({n: torch.zeros(2, 8, 1, 8, dtype=torch.float64) for n in "qk"}, "float64.*bfloat16 or float32"),
+        ({"cos": torch.zeros(8, 8, dtype=torch.int64)}, "cos is torch.int64"),
+        ({"k": torch.zeros(2, 8, 1, 8, device="meta")}, "k on meta, .*one device"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change: dict[str, Tensor], words: str) -> None:
+    arguments = {"q": torch.zeros(2, 8, 2, 8), "k": torch.zeros(2, 8, 1, 8), "cos": torch.zeros(8, 8)} | change
+    with pytest.raises(ValueError, match=words):
+        nki_moe.rope(*arguments.values(), torch.zeros_like(arguments["cos"], dtype=torch.float32))
+
+
+def test_no_tokens_and_heads_that_lie_as_they_like(backend: str) -> None:
+    q, k = heads(1, 4, 3, 2, 8, torch.float32)
+    cos, sin = angles(torch.arange(4), 8)
+    none = nki_moe.rope(q[:, :0], k[:, :0], cos[:0], sin[:0])
+    assert [t.shape for t in none] == [(1, 0, 3, 8), (1, 0, 2, 8)]
+    turned = [t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for t in (q, k)]
+    found, wanted = nki_moe.rope(*turned, cos.T.contiguous().T, sin), nki_moe.rope(q, k, cos, sin)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    gradients = [
+        torch.autograd.grad([t.sum() for t in out], given) for out, given in ((found, turned), (wanted, (q, k)))
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))

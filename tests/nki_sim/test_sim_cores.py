@@ -138,6 +138,11 @@ def test_a_grid_is_one_or_two_cores(grid):
         exchange(True)[grid]
 
 
+def test_an_order_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match="'fast' is not one of core0, core1, alternate, all"):
+        nki_sim.simulate(exchange(True)[2], order="fast")(randn(4, 8))
+
+
 def test_every_order_compares_arguments_that_are_written_as_well():
     def kernel(x):
         nisa.dma_copy(x, nl.full((2, 4), float(nl.program_id(0)), "float32"))

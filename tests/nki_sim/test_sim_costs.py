@@ -1,6 +1,7 @@
 """The contract: costs are the documented formulas, times are ideal <= scheduled, and the schedule respects what instructions need."""
 
 import json
+import sys
 from dataclasses import replace
 from itertools import pairwise
 
@@ -186,3 +187,11 @@ def test_the_trace_and_the_chart_are_written_whole(tmp_path):
     assert max(s["ts"] + s["dur"] for s in spans) == pytest.approx(r.scheduled_ns / 1e3)
     assert r.save_chart(tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c.png", "t.json"]
+
+
+def test_a_chart_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
+    report = nki_sim.report(pipeline, randn(512, 64))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'nki-sim\[plot\]'"):
+        report.save_chart(tmp_path / "c.png")
+    assert not list(tmp_path.iterdir())

@@ -150,7 +150,23 @@ def add(dst, *srcs, op=nl.add, **options):
     nisa.dma_compute(dst, list(srcs), op, **options)
 
 
+def at(index, dim=0):
+    """Rows that a run-time number chooses."""
+    return hbm(8, 6).ap([[6, 4], [1, 6]], scalar_offset=index, indirect_dim=dim)
+
+
 REFUSALS = [
+    ("operand", lambda: at(sb(1, 2, **I32))),
+    ("operand", lambda: at(sb(1, 1))),
+    ("operand", lambda: at("1")),
+    ("operand", lambda: hbm(8, 6)[nl.ds(sb(1, 1), 4)]),
+    ("operand", lambda: hbm(8, 6).select(0, sb(1, 2, **I32))),
+    ("view", lambda: at(nisa.register_alloc(0), 2)),
+    ("ap", lambda: hbm(8, 6).ap([[6, 4], [1, 6]], scalar_offset=nisa.register_alloc(0), vector_offset=sb(4, 1, **I32))),
+    ("out-of-bounds", lambda: hbm(8, 6)[nl.ds(nisa.register_alloc(0), 9)]),
+    ("target", lambda: nisa.dma_transpose(sb(4, 8), sb(8, 4), priority=1)),
+    ("dma-mode", lambda: nisa.dma_transpose(sb(6, 32, **BF), rows((64, 6), 32, "bfloat16"), dge_mode=MODE.hwdge)),
+    ("indirect", lambda: add(sb(4, 6), sb(4, 6), at(nisa.register_alloc(0)))),
     ("buffer", lambda: nisa.dma_copy(ps(8, 4), sb(8, 4))),
     ("buffer", lambda: nisa.dma_copy(sb(8, 4), ps(8, 4))),
     ("shape", lambda: nisa.dma_copy(sb(8, 4), sb(8, 5))),
@@ -189,6 +205,42 @@ REFUSALS = [
 @pytest.mark.parametrize(("rule", "body"), REFUSALS)
 def test_what_dma_cannot_do_is_refused(rule, body):
     refused(rule, body)
+
+
+def test_a_run_time_index_stays_in_its_dimension():
+    """Not only in the tensor: past the end of a row is the next row, past that of a view what it left out."""
+
+    def kernel(x, start, where):
+        reg, tile = nisa.register_alloc(), nl.ndarray((2, 4), "float32")
+        nisa.register_load(reg, nl.load(start))
+        part = nl.ds(reg, 4)
+        if where == "columns":
+            nisa.dma_copy(tile, x[0:2, part])
+        elif where == "view":
+            nisa.dma_copy(tile, x[0:5][nl.ds(reg, 2), 0:4])
+        elif where == "rows":
+            nisa.dma_copy(tile, x[0:5].vector_select(0, nl.full((2, 1), 5, "int32"))[:, 0:4])
+        else:
+            nisa.tensor_copy(tile, nl.load(x[0:2])[:, part])
+        out = hbm(2, 4)
+        nisa.dma_copy(out, tile)
+        return out
+
+    x, start = randn(8, 6), np.array([[2]], np.int32)
+    for where in ("columns", "tile"):
+        np.testing.assert_array_equal(nki_sim.simulate(kernel)(x, start, where), x[:2, 2:6])
+    np.testing.assert_array_equal(nki_sim.simulate(kernel)(x, start, "view"), x[2:4, :4])
+    for where, value in (("columns", 3), ("tile", 3), ("view", 4), ("columns", -1), ("rows", 0)):
+        with pytest.raises(nki_sim.NkiError, match=r"^out-of-bounds"):
+            nki_sim.simulate(kernel)(x, start * 0 + value, where)
+
+
+def test_a_pattern_on_chip_stays_in_each_partitions_own_elements():
+    for pattern in ([[6, 4], [1, 7]], [[6, 1], [6, 4]]):  # in an (8, 6) tile: there is more of it, but elsewhere
+        refused("out-of-bounds", lambda pattern=pattern: sb(8, 6).ap(pattern))
+    moving = lambda n: nisa.tensor_copy(sb(4, 2), sb(8, 6).ap([[6, 4], [1, 2]], scalar_offset=nisa.register_alloc(n), indirect_dim=1))  # noqa: E731  # fmt: skip
+    nki_sim.simulate(lambda: moving(4) and None)()
+    refused("out-of-bounds", lambda: moving(5))
 
 
 def test_a_static_pattern_outside_its_tensor_is_refused_when_it_is_made():

@@ -105,8 +105,16 @@ def test_a_read_only_argument_that_is_written_and_a_foreign_one_are_refused():
         nki_sim.jit(plus_one)(x, y)
     with pytest.raises(TypeError, match="numpy arrays or torch"):
         nki_sim.trace(plus_one, (x, y)).run(nki_sim.Spec((2, 4), "float32"), x)
-    with pytest.raises(ValueError, match="shape"):
-        nki_sim.jit(plus_one)(np.float32(1).reshape(()), x)
+    for empty in (np.zeros((0, 4), np.float32), np.zeros((), np.float32)):
+        with pytest.raises(nki_sim.NkiError, match=r"^shape: an argument of shape \("):
+            nki_sim.jit(plus_one)(empty, x)
+
+
+def float8(x):
+    tile, out = nl.ndarray(x.shape, "float8_e4m3"), hbm(*x.shape, dtype="float8_e4m3")
+    nisa.tensor_copy(tile, nl.load(x))
+    nisa.dma_copy(out, tile)
+    return out
 
 
 def test_torch_tensors_come_back_as_torch_tensors():
@@ -116,6 +124,8 @@ def test_torch_tensors_come_back_as_torch_tensors():
         x, y = torch.arange(8).reshape(2, 4).to(dtype), torch.zeros(2, 4, dtype=dtype, requires_grad=False)
         got = nki_sim.jit(plus_one)(torch.nn.Parameter(x), y)
         assert got["out"].dtype == dtype and torch.equal(got["out"], x + 1) and torch.equal(y, x + 1)
+        with pytest.raises(TypeError, match=r"float8_e4m3 does not exist in torch"):
+            nki_sim.jit(float8)(x)
         x.untyped_storage().resize_(0)  # as FSDP frees gathered weights; .numpy() on it would forbid that
 
 

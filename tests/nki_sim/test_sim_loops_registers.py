@@ -95,7 +95,17 @@ def breaks():
         break
 
 
+def nest(n):
+    if n:
+        nl.fori_loop(0, 1, lambda i: nest(n - 1))
+
+
 REFUSALS = [
+    ("registers", lambda: nest(65)),
+    ("loop", lambda: nl.fori_loop(0, sb(1, 1, dtype="int32"), lambda i: None)),
+    ("loop", lambda: nl.while_loop(1, lambda r: r)),
+    ("operand", lambda: nisa.register_load(3, sb(1, 1, dtype="int32"))),
+    ("operand", lambda: nisa.register_store(sb(1, 1), 3)),
     ("scope", escape),
     ("depends-on", across),
     ("loop", breaks),
@@ -116,6 +126,16 @@ def test_loops_and_registers_refuse_what_the_device_cannot_do(rule, body):
 
 
 PYTHON = [
+    lambda: nisa.register_alloc(1) == 1,
+    lambda: nisa.register_alloc(1) != 1,
+    lambda: nisa.register_alloc(1) / 2,
+    lambda: sb(1, 1) == 0,
+    lambda: sb(1, 1) != 0,
+    lambda: sb(1, 1) in (0, 1),
+    lambda: sb(1, 1) < 1,
+    lambda: sb(1, 1) + 1,
+    lambda: float(sb(1, 1)),
+    lambda: np.asarray(sb(1, 1)),
     lambda: bool(nisa.register_alloc(1)),
     lambda: range(nisa.register_alloc(1)),
     lambda: nisa.register_alloc(1) + 1,
@@ -128,6 +148,17 @@ PYTHON = [
 @pytest.mark.parametrize("body", PYTHON)
 def test_python_cannot_branch_on_or_compute_with_device_values(body):
     assert "device-value" in refused("", body, error=TypeError)
+
+
+def test_an_argument_that_is_left_out_may_be_told_by_comparing_with_none():
+    """NKI takes no `is`."""
+
+    def kernel(x, bias=None):
+        assert x != None and (bias == None) is (bias is None)  # noqa: E711
+        return x
+
+    x = randn(2, 4)
+    assert (nki_sim.simulate(kernel)(x) == x).all() and (nki_sim.simulate(kernel)(x, x) == x).all()
 
 
 def test_a_loop_that_never_ends_is_reported(monkeypatch):

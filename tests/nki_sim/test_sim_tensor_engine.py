@@ -115,6 +115,16 @@ REFUSALS = [
     ("moving-free", lambda: small(dst=ps(8, 513), w=sb(32, 513, **BF))),
     ("psum-bank", lambda: small(dst=ps(8, 1024)[:, 504:520])),
     ("tile-position", lambda: small(tile_size=(32, 128))),
+    (
+        "tile-position",
+        lambda: small(
+            x=sb(32, 2, 8, **FP8),
+            w=sb(32, 2, 16, **FP8),
+            perf_mode=nisa.matmul_perf_mode.double_row,
+            tile_position=(0, 0),
+            tile_size=(32, 32),
+        ),
+    ),
     ("tile-position", lambda: small(tile_position=(16, 0), tile_size=(32, 128))),
     ("start-partition", lambda: small(x=sb(64, 8, **BF)[16:48], w=sb(64, 16, **BF)[16:48])),
     ("transpose-size", lambda: nisa.nc_transpose(ps(128, 128), sb(128, 129))),

@@ -285,6 +285,12 @@ REFUSALS = [
     ("engine-buffer", lambda: nisa.tensor_tensor(sb(8, 4), ps(8, 4), ps(8, 4), nl.add)),
     ("dtype", lambda: nisa.tensor_tensor(sb(8, 4), sb(8, 4), sb(8, 4), nl.bitwise_and)),
     ("engine-buffer", lambda: nisa.tensor_tensor(ps(8, 4), sb(8, 4), sb(8, 4), nl.power)),
+    ("engine-buffer", lambda: nisa.tensor_tensor(sb(8, 4), sb(8, 4), sb(8, 4), nl.power, engine=nisa.engine.vector)),
+    ("engine-buffer", lambda: nisa.tensor_scalar(sb(8, 4), ps(8, 4), nl.rsqrt, None, engine=nisa.engine.gpsimd)),
+    ("op", lambda: nisa.tensor_tensor(sb(8, 4), sb(8, 4), sb(8, 4), nl.abs)),
+    ("op", lambda: nisa.tensor_scalar(sb(8, 4), sb(8, 4), nl.abs, 1.0)),
+    ("op", lambda: nisa.tensor_scalar(sb(8, 4), sb(8, 4), nl.add, 1.0, op1=nl.rsqrt, operand1=sb(8, 1))),
+    ("op", lambda: nisa.tensor_reduce(sb(8, 1, **I32), nl.bitwise_or, sb(8, 4, **I32), axis=1, negate=True)),
     ("op", lambda: nisa.tensor_tensor(sb(8, 4), sb(8, 4), sb(8, 4), nl.exp)),
     ("op", lambda: nisa.tensor_scalar(sb(8, 4), sb(8, 4), nl.add, 1.0, engine=nisa.engine.gpsimd)),
     ("op", lambda: nisa.tensor_scalar(sb(8, 4), sb(8, 4), nl.subtract, 1.0, engine=nisa.engine.scalar)),
@@ -338,6 +344,15 @@ def test_what_the_vector_engine_cannot_do_is_refused(rule, body):
 
 def test_more_than_128_partitions_do_not_exist():
     refused("partitions", lambda: nl.ndarray((129, 4), "float32"))
+    moving = {"scalar_offset": None, "indirect_dim": 1}  # known to be outside only when it runs
+    refused(
+        "partitions",
+        lambda: nisa.memset(sb(8, 4).ap([[4, 129], [1, 1]], **moving | {"scalar_offset": nisa.register_alloc(0)}), 0),
+    )
+
+
+def test_operators_are_no_functions_on_tiles():
+    assert "nl.add" in refused("", lambda: nl.add(sb(8, 4), 1.0), error=NotImplementedError)
 
 
 @pytest.mark.parametrize(

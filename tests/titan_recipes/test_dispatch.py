@@ -243,9 +243,45 @@ def test_a_spec_has_the_gather_dispatcher_until_another_is_chosen(make: Any) -> 
         use_dispatcher(spec, "padded")  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"does not take these options.*capacity_factor"):
         use_dispatcher(spec, "gather", capacity_factor=2.0)
-    with pytest.raises(UserError, match="capacity_factor is 0"):
-        use_dispatcher(spec, "capacity", capacity_factor=0)
-        spec.model.build()
+
+
+@pytest.mark.parametrize(
+    "name, options, words",
+    [
+        ("capacity", {"capacity_factor": 0}, "capacity_factor is 0"),
+        ("capacity", {"capacity_factor": float("nan")}, "capacity_factor is nan"),
+        ("capacity", {"capacity_factor": float("inf")}, "capacity_factor is inf"),
+        ("gather", {"block": 0}, "block is 0"),
+        ("capacity", {"block": 1.5}, "block is 1.5"),
+    ],
+)
+def test_options_that_no_run_can_have_are_refused_by_the_recipe_and_by_the_model(
+    name: Any, options: dict[str, Any], words: str
+) -> None:
+    spec = native(Qwen3Config(**moe_ranks.OPTIONS | {"num_hidden_layers": 1}))
+    with pytest.raises(UserError, match=words):
+        use_dispatcher(spec, name, **options)
+    kind = {"gather": GatherTokenDispatcher, "capacity": CapacityTokenDispatcher}[name]
+    with pytest.raises(UserError, match=words):
+        kind.Config(num_experts=4, top_k=2, **options).build()
+
+
+def test_a_model_without_a_mixture_has_no_dispatcher_and_no_auxiliary_loss_to_set() -> None:
+    """Nothing that is asked for is passed over."""
+    none = {"num_hidden_layers": 1, "num_experts": 0, "num_experts_per_tok": 0, "moe_intermediate_size": 0}
+    dense = native(Qwen3Config(**moe_ranks.OPTIONS | none))
+    with pytest.raises(UserError, match=r"nothing to dispatch.*no mixture of experts"):
+        use_dispatcher(dense, "gather")
+    with pytest.raises(UserError, match=r"no router to balance.*no mixture of experts"):
+        use_balance_loss(dense, 0.001)
+    use_balance_loss(dense, 0)
+
+
+@pytest.mark.parametrize("coefficient", [-0.1, float("nan"), float("inf")])
+def test_a_coefficient_that_no_run_can_have_is_refused(coefficient: float) -> None:
+    spec = native(Qwen3Config(**moe_ranks.OPTIONS | {"num_hidden_layers": 1}))
+    with pytest.raises(UserError, match=f"coefficient is {coefficient}"):
+        use_balance_loss(spec, coefficient)
 
 
 @pytest.mark.parametrize("change", [{"route": "transformers"}, {"model": "debug-moe"}], ids=["route", "model"])

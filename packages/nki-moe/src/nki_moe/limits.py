@@ -50,7 +50,7 @@ class Fit:
 def check(rows: int, experts: int, hidden: int, dim: int, *, dtype: object = "bfloat16", lnc: int | None = None) -> Fit:
     """How the expert kernels run x (rows, dim) with w1 (experts, hidden, dim), or ValueError with the nearest valid sizes.
 
-    Any number of rows is valid. dtype is a torch dtype or its name; lnc defaults to the environment's (logical_cores).
+    Any number of rows is valid (for none, nothing is launched). dtype is a torch dtype or its name; lnc defaults to the environment's (logical_cores).
     """
     lnc = logical_cores() if lnc is None else lnc
     if lnc not in (1, 2):
@@ -58,15 +58,15 @@ def check(rows: int, experts: int, hidden: int, dim: int, *, dtype: object = "bf
     name = str(dtype).removeprefix("torch.")
     if name not in BYTES:
         raise ValueError(f"dtype {name}: the kernels take {' or '.join(BYTES)}, the same for rows and weights")
-    if rows < 1:
-        raise ValueError(f"{rows} rows: there must be at least one")
+    if rows < 0:
+        raise ValueError(f"{rows} rows: there cannot be fewer than none")
     if not 1 <= experts <= MAX_EXPERTS:
         raise ValueError(f"{experts} experts: 1 to {MAX_EXPERTS} on one core; shard more by expert parallelism")
     unit = P * lnc
     for what, size in (("hidden (F)", hidden), ("dim (D)", dim)):
         if size < unit or size % unit:
-            low, high = size // unit * unit, -(-size // unit) * unit
-            near = " or ".join(str(n) for n in (low, high) if n)
+            low, high = size // unit * unit, max(-(-size // unit), 1) * unit
+            near = f"{low} or {high}" if low > 0 else f"{high}"
             raise ValueError(
                 f"{what} {size}: must be a multiple of {unit} (128 partitions on each of {lnc} cores); nearest: {near}. "
                 + ("LNC=1 halves the unit. " if lnc == 2 else "")
@@ -139,10 +139,8 @@ def check_rope(rows: int, head_dim: int, *, dtype: object = "bfloat16", lnc: int
         raise ValueError(
             f"head_dim {head_dim}: must be even and at most 512; nearest: {max(2, min(512, head_dim // 2 * 2))}"
         )
-    if rows < 1 or rows % lnc:
-        raise ValueError(
-            f"{rows} tokens: must be a positive multiple of LNC={lnc}; nearest: {max(1, -(-rows // lnc)) * lnc}"
-        )
+    if rows < 0 or rows % lnc:
+        raise ValueError(f"{rows} tokens: must be a multiple of LNC={lnc}; nearest: {max(0, -(-rows // lnc)) * lnc}")
 
 
 def logical_cores() -> int:

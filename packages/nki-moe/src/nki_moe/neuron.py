@@ -5,35 +5,40 @@ its own fake implementation; what is no tensor is a hashable constant; gradients
 """
 
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from nki_moe.arguments import no_second_derivative
 from nki_moe.backend import Provider
 from nki_moe.experts import op as experts
 from nki_moe.nkilib.launch import Nkilib
 from nki_moe.rotary import op as rope
+from nki_moe.rotary.reference import rotate
 
 __all__ = ["register"]
+
+Kernels = Literal["own", "nkilib", "rope"]
+"""What is proven at once: a provider's experts, or RoPE."""
 
 _checked: dict[tuple[str, str], bool | None] = {}
 
 
 @torch.compiler.assume_constant_result
-def register(device_type: str, provider: Provider = "own") -> bool:
-    """Make torch.ops.nki_moe.{grouped_mlp_nki, ..., rope_nki} exist, and prove a provider's kernels once on a small input of known answer.
+def register(device_type: str, kernels: Kernels = "own") -> bool:
+    """Make torch.ops.nki_moe.{grouped_mlp_nki, ..., rope_nki} exist, and prove these kernels once on a small input of known answer.
 
     RuntimeError, with the versions at hand, when the kernels' answer is not torch's (case in point: SDK upgrades after which kernels
     of an old namespace imported and returned zeros).
     """
     if not hasattr(torch.ops.nki_moe, "grouped_mlp_nki"):
         _define()
-    key = device_type, provider
+    key = device_type, kernels
     if key not in _checked:
         _checked[key] = None  # the check itself comes by here
         try:
-            self_check(device_type, provider)
+            self_check(device_type, kernels)
         except BaseException:
             _checked[key] = False
             raise
@@ -48,12 +53,13 @@ def register(device_type: str, provider: Provider = "own") -> bool:
 def run(kernel: Any, lnc: int, *tensors: Tensor, **constants: Any) -> Any:
     """Launch on the pair of cores (or the one) of a logical NeuronCore.
 
-    A kernel is compiled for its sizes: where torch.compile has made one symbolic, it is fixed here, with a guard.
+    A kernel is compiled for its sizes: where torch.compile has made one symbolic, it is fixed here, with a guard; and for tensors that
+    lie in memory in order.
     """
     import torch_neuronx
 
     fixed = {name: int(value) if isinstance(value, torch.SymInt) else value for name, value in constants.items()}
-    return torch_neuronx.wrap_nki(kernel)[lnc](*tensors, **fixed)
+    return torch_neuronx.wrap_nki(kernel)[lnc](*(t.contiguous() for t in tensors), **fixed)
 
 
 def _define() -> None:
@@ -67,14 +73,31 @@ def _define() -> None:
         return rope.launch(q, k, cos, sin, inverse, run)
 
     work = {"own": experts.Own(run), "nkilib": Nkilib(run)}
-    setup, backward = experts.differentiate(experts.define(register, lambda _, provider: work[provider]))
+    setup, backward = experts.differentiate(experts.define(register, lambda _, provider: work[provider], look=False))
     torch.library.register_autograd("nki_moe::grouped_mlp_nki", backward, setup_context=setup)
+    torch.library.register_autograd("nki_moe::grouped_mlp_backward_nki", no_second_derivative)
     setup, backward = rope.differentiate(turn)
     torch.library.register_autograd("nki_moe::rope_nki", backward, setup_context=setup)
 
 
-def self_check(device_type: str, provider: Provider = "own") -> None:
-    """Compare a small forward and backward with torch's; RuntimeError when they differ."""
+def self_check(device_type: str, kernels: Kernels = "own") -> None:
+    """Compare a small forward and backward with torch's; RuntimeError when they differ. Whatever the caller's grad mode is."""
+    with torch.inference_mode(False), torch.enable_grad():
+        results = _rope_results(device_type) if kernels == "rope" else _expert_results(device_type, kernels)
+    for name, (found, expected) in results.items():
+        found, expected = found.detach().cpu().float(), expected.detach().float()
+        error = float((found - expected).norm() / expected.norm())
+        if not error < 2e-2:
+            zeros = " (all zeros)" if not found.any() else ""
+            raise RuntimeError(
+                f"nki-moe self-check: {kernels} kernels' {name} on a fixed small input differs from torch's by {error:.1e} relative{zeros}, "
+                f"at most 2e-2 expected. Found nki {_version('nki')}, torch-neuronx {_version('torch-neuronx')}, neuronx-cc "
+                f"{_version('neuronx-cc')}; docs/kernels.md names versions that go together. NKI_MOE_BACKEND=torch runs without kernels"
+            )
+
+
+def _expert_results(device_type: str, provider: Provider) -> dict[str, tuple[Tensor, Tensor]]:
+    """y and every gradient, by kernels and by torch."""
     from nki_moe.experts import torch_path
 
     generator = torch.Generator().manual_seed(0)
@@ -83,22 +106,24 @@ def self_check(device_type: str, provider: Provider = "own") -> None:
     shapes = ((40, D), (3, 256, D), (3, D, 256), (3, 256, D))
     x, w1, w2, w3 = ((torch.randn(s, generator=generator) * 0.2).bfloat16() for s in shapes)
     y, saved = torch_path.forward(x, counts_E, w1, w2, w3, None, None, True)
-    dx, _, _, dw2, _ = torch_path.backward(y, x, counts_E, w1, w2, w3, None, None, saved, True)
-    wanted = {"y": y, "dx": dx, "dw2": dw2}
+    dx, _, *dws = torch_path.backward(y, x, counts_E, w1, w2, w3, None, None, saved, True)
 
     ours = [t.to(device_type).requires_grad_() for t in (x, w1, w2, w3)]
     out = experts.grouped_mlp(ours[0], counts_E.to(device_type), *ours[1:], provider=provider)
-    dx, dw2 = torch.autograd.grad(out, [ours[0], ours[2]], y.to(device_type))
-    for name, found in (("y", out), ("dx", dx), ("dw2", dw2)):
-        found, expected = found.detach().cpu().float(), wanted[name].float()
-        error = float((found - expected).norm() / expected.norm())
-        if not error < 2e-2:
-            zeros = " (all zeros)" if not found.any() else ""
-            raise RuntimeError(
-                f"nki-moe self-check: {provider} kernels' {name} on a fixed small input differs from torch's by {error:.1e} relative{zeros}, "
-                f"at most 2e-2 expected. Found nki {_version('nki')}, torch-neuronx {_version('torch-neuronx')}, neuronx-cc "
-                f"{_version('neuronx-cc')}; docs/kernels.md names versions that go together. NKI_MOE_BACKEND=torch runs without kernels"
-            )
+    found = (out, *torch.autograd.grad(out, ours, y.to(device_type)))
+    return dict(zip(("y", "dx", "dw1", "dw2", "dw3"), zip(found, (y, dx, *dws), strict=True), strict=True))
+
+
+def _rope_results(device_type: str) -> dict[str, tuple[Tensor, Tensor]]:
+    """q and k turned, and turned back by backward."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(1, 6, heads, 32, generator=generator).bfloat16() for heads in (2, 1))
+    angles = torch.rand(6, 16, generator=generator).repeat(1, 2)
+    ours = [t.to(device_type).requires_grad_() for t in (q, k)]
+    out = rope.rope(ours[0], ours[1], angles.cos().to(device_type), angles.sin().to(device_type))
+    back = torch.autograd.grad(out, ours, [t.detach() for t in out])
+    turned = [rotate(t, angles.cos()[None], angles.sin()[None]) for t in (q, k)]
+    return dict(zip(("q", "k", "dq", "dk"), zip((*out, *back), (*turned, q, k), strict=True), strict=True))
 
 
 def _version(package: str) -> str:

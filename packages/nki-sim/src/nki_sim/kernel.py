@@ -15,7 +15,7 @@ import numpy as np
 from nki_sim import errors
 from nki_sim.arguments import describe, flatten, is_torch, store_back, to_bytes, to_torch, walk
 from nki_sim.dtypes import as_dtype
-from nki_sim.errors import Where, refuse
+from nki_sim.errors import Where, need, refuse
 from nki_sim.machine import ORDERS, Machine, holes
 from nki_sim.memory import Usage, plan
 from nki_sim.program import CoreProgram, Instr, Tracer, active, tracing
@@ -56,9 +56,8 @@ class Kernel:
         bound = signature.bind(*args, **kwargs)
         lists = [n for n, v in bound.arguments.items() if isinstance(v, list)]
         if (only or lists) and not errors.compat:
-            refuse(
-                "signature", f"NKI takes no keyword-only parameters {only} nor lists {lists} (use tuples)", self.where
-            )
+            found = f"NKI takes no keyword-only parameters {only} nor lists {lists} (use tuples)"
+            refuse("signature", found, self.where)
         return bound
 
     @property
@@ -194,8 +193,7 @@ def _trace_core(kernel: Kernel, bound: inspect.BoundArguments, core: int) -> Cor
 
         def declare(array: Any) -> NkiTensor:
             shape = tuple(int(n) for n in array.shape)
-            if not shape or min(shape) < 1:
-                raise ValueError(f"an argument of shape {shape}: a tensor has at least one dimension and no empty one")
+            need(shape and min(shape) > 0, "shape", "an argument of shape {}; each dimension is at least 1", shape)
             view = tracer.allocate(shape, as_dtype(array.dtype), MemoryRegion.shared_hbm, "argument")
             tracer.inputs.append(view.storage)
             return view

@@ -53,13 +53,11 @@ def ndarray(shape: Any, dtype: Any, buffer: MemoryRegion = sbuf, name: str = "",
     what = f"nl.ndarray({sizes}, {dtype}, {getattr(buffer, 'value', buffer)})"
     if not isinstance(buffer, MemoryRegion):
         raise TypeError(f"{what}: the buffer is one of nl.sbuf, nl.psum, nl.hbm, nl.shared_hbm")
-    if not sizes or min(sizes) < 1:
-        raise ValueError(f"shape: {what} is empty; every dimension is at least 1")
+    need(sizes and min(sizes) > 0, "shape", "{} is empty; every dimension is at least 1", what)
     need(not buffer.on_chip or len(sizes) > 1, "shape", "{}: on chip there is a free dimension as well", what)
     fits = not buffer.on_chip or sizes[0] <= limits.PARTITIONS
     need(fits, "partitions", "{}: {} partitions of {}; split dimension 0", what, sizes[0], limits.PARTITIONS)
-    if address is not None and not buffer.on_chip:
-        raise ValueError(f"address: {what}: only SBUF and PSUM tensors can be placed")
+    need(address is None or buffer.on_chip, "address", "{}: only SBUF and PSUM tensors can be placed", what)
     place = tuple(address) if address is not None else None
     tensor = tracer().allocate(sizes, as_dtype(dtype), buffer, name or "", place)
     if buffer.on_chip:
@@ -126,8 +124,8 @@ def program_ndim() -> int:
 
 def _bounds(lower: Any, upper: Any, step: Any) -> None:
     need(isinstance(step, int) and step > 0, "loop", "a step is a positive compile-time integer; got {!r}", step)
-    if not all(isinstance(b, (int, VirtualRegister)) for b in (lower, upper)):
-        raise TypeError(f"loop bounds are integers or registers (nisa.register_load); got {lower!r}, {upper!r}")
+    good = all(isinstance(b, (int, VirtualRegister)) for b in (lower, upper))
+    need(good, "loop", "bounds are integers or registers (nisa.register_load); got {!r}, {!r}", lower, upper)
 
 
 def fori_loop(lower: Any, upper: Any, body_fun: Callable[[VirtualRegister], Any], step: int = 1) -> None:
@@ -139,12 +137,10 @@ def fori_loop(lower: Any, upper: Any, body_fun: Callable[[VirtualRegister], Any]
 
 def while_loop(init: VirtualRegister, body_fun: Callable[[VirtualRegister], VirtualRegister]) -> None:
     """A loop on the device while a register is not zero; the body receives it and returns the next one."""
-    if not isinstance(init, VirtualRegister):
-        raise TypeError(f"while_loop: init is a register; got {init!r}")
+    need(isinstance(init, VirtualRegister), "loop", "while_loop: init is a register; got {!r}", init)
     with tracer().loop(condition=init) as loop:
         loop.result = body_fun(loop.counter)
-        good = isinstance(loop.result, VirtualRegister)
-        need(good, "loop", "a while_loop body returns the next condition register; got {!r}", loop.result)
+        need(isinstance(loop.result, VirtualRegister), "loop", "the body returns a register; got {!r}", loop.result)
 
 
 def dynamic_range(start: Any, stop: Any = None, step: int = 1) -> Iterator[VirtualRegister]:

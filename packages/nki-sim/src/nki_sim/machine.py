@@ -103,12 +103,12 @@ class Machine:
             return view.offset
         value = self.value(index.source)
         offset = view.offset + value * index.scale
-        last, limit = offset + view.extent(), view.storage.nbytes // view.dtype.itemsize
-        if offset >= 0 and last < limit:
+        if view.holds(offset) and index.within(value):
             self.located[id(view)] = offset
             return offset
         if not skip:
-            found = f"run-time index {value} puts {view} at elements {offset}..{last} of {limit} in {view.storage}"
+            of = "" if index.most is None else f" of 0..{index.most}"
+            found = f"run-time index {value}{of} puts {view} at elements {offset}..{offset + view.extent()} of {view.storage}"
             refuse("out-of-bounds", f"{found}; clamp it, or oob_mode.skip where DMA allows")
         return None
 
@@ -188,6 +188,7 @@ class Machine:
         for stride, n in zip(view.strides[1:], view.shape[1:], strict=True):
             inner = (inner[:, None] + np.arange(n) * stride).reshape(-1)
         valid = (start >= 0) & (start + inner.max() < view.storage.nbytes // view.dtype.itemsize)
+        valid &= view.indirect_index.within(index)
         if not skip and not valid.all():
             bad = int(np.argmin(valid))
             found = f"index {index[bad]} of row {bad} leaves {view.storage}, as do {np.sum(~valid)} of {len(valid)}"

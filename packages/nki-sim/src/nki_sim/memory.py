@@ -7,7 +7,7 @@ any packing needs, where tensors of up to 32 or 64 partitions take a quarter or 
 
 from typing import NamedTuple
 
-from nki_sim.errors import refuse
+from nki_sim.errors import need, refuse
 from nki_sim.limits import PARTITIONS, PSUM_BANK_BYTES, PSUM_BANKS, SBUF_BYTES, SBUF_RESERVED, start_partitions
 from nki_sim.program import Block, CoreProgram, Loop
 from nki_sim.tensor import MemoryRegion, Storage
@@ -44,12 +44,9 @@ def check_address(storage: Storage) -> None:
     """A tensor must fit its memory, at its address when it has one."""
     part, byte = storage.address or (0, 0)
     size = SBUF_BYTES if storage.buffer is MemoryRegion.sbuf else CAPACITY[MemoryRegion.psum]
-    if not (0 <= part <= PARTITIONS - storage.shape[0] and 0 <= byte <= size - storage.pitch):
-        found = f"{storage} of {storage.pitch} bytes per partition at {(part, byte)}"
-        refuse(
-            "address" if storage.address else "capacity",
-            f"{found} leaves {storage.buffer.value}, {PARTITIONS} x {size}",
-        )
+    fits = 0 <= part <= PARTITIONS - storage.shape[0] and 0 <= byte <= size - storage.pitch
+    found, rule = "{} of {} bytes per partition at {} leaves {} x {}", "address" if storage.address else "capacity"
+    need(fits, rule, found, storage, storage.pitch, (part, byte), PARTITIONS, size)
 
 
 def _peak(block: Block, region: MemoryRegion) -> tuple[list[Storage], int]:

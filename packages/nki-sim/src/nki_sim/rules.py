@@ -135,7 +135,6 @@ def _check(name: str, view: NkiTensor, tile: Tile, engines: str) -> None:
     fix = "hardware access patterns have 4; split the instruction"
     need(dims <= FREE_DIMENSIONS, "access-pattern", "{} {} needs {} free dimensions, {}", name, view, dims, fix)
     if engines[0] != "D" and "Y" not in engines:
-        need(index is None or index.kind == "scalar", "indirect", "{} {}: only DMA takes a vector_offset", name, view)
         known = not (index and index.dim == 0)
         found, rule = "{} {} starts at partition {}", "of {} partitions: {} (> 64: 0; > 32: 0, 64; else 0, 32, 64, 96)"
         good = not known or view.partition in start_partitions(n)

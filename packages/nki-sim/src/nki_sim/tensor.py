@@ -5,7 +5,7 @@ dimension is the partition and its stride the storage's elements per partition. 
 only at run time: one for all (scalar_offset) or one a row (vector_offset).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from nki_sim import errors
-from nki_sim.dtypes import DType, as_dtype
+from nki_sim.dtypes import INTS, DType, as_dtype
 from nki_sim.errors import Where, need
 
 
@@ -67,13 +67,12 @@ class VirtualRegister:
 
     def _no(self, *_: object) -> NoReturn:
         why = "device-value: a register's value is unknown while tracing: Python cannot branch on, convert or compute with it"
-        raise TypeError(
-            f"{why}. Use nl.fori_loop, a scalar_offset, or compute in SBUF and nisa.register_load the result"
-        )
+        raise TypeError(f"{why}. Use nl.fori_loop, a scalar_offset, or compute in SBUF and nisa.register_load")
 
-    __bool__ = __int__ = __index__ = __float__ = __iter__ = __len__ = _no
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __floordiv__ = __mod__ = __neg__ = _no
-    __lt__ = __le__ = __gt__ = __ge__ = _no
+    __bool__ = __int__ = __index__ = __float__ = __iter__ = __len__ = __neg__ = __truediv__ = __rtruediv__ = _no
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __floordiv__ = __mod__ = _no
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _no
+    __hash__ = object.__hash__
 
     def __repr__(self) -> str:
         return f"r{self.number}"
@@ -94,6 +93,11 @@ class Indirect(NamedTuple):
     source: Any
     scale: int
     dim: int
+    most: int | None = None  # the largest index, where it is one of a view's dimension
+
+    def within(self, index: Any) -> Any:
+        """Whether an index, or each of several, is one of the dimension's."""
+        return True if self.most is None else (index >= 0) & (index <= self.most)
 
 
 class NkiTensor:
@@ -130,6 +134,12 @@ class NkiTensor:
         """Elements from the first to the last one addressed, dimensions before `skip` left out."""
         return sum(s * (n - 1) for s, n in zip(self.strides[skip:], self.shape[skip:], strict=True))
 
+    def holds(self, offset: int) -> bool:
+        """Whether a view from there on stays in its storage; on chip, in each partition's own elements."""
+        size, pitch = self.dtype.itemsize, self.storage.pitch
+        inside = offset >= 0 and (offset + self.extent()) * size < self.storage.nbytes
+        return inside and (not self.buffer.on_chip or offset * size % pitch + self.extent(1) * size < pitch)
+
     def is_contiguous(self) -> bool:
         """Whether elements follow each other in memory (on chip: within each partition)."""
         triples = list(zip(self.shape, self.strides, _row_major(self.shape), strict=True))
@@ -149,10 +159,18 @@ class NkiTensor:
     def __bool__(self) -> bool:
         if errors.compat:  # NKI 0.3's front end: a tensor that is there is true
             return True
-        raise TypeError("device-value: a tensor's values are not known while tracing; Python cannot branch on them")
+        return self._no()
 
-    def __iter__(self) -> Iterator["NkiTensor"]:
-        raise TypeError("device-value: a tensor cannot be iterated; loop over range(tensor.shape[0]) and slice")
+    def __eq__(self, other: object) -> bool:
+        return other is self if other is None or other is self or errors.compat else self._no()
+
+    def _no(self, *_: object) -> NoReturn:
+        why = "device-value: a tensor's values are not known while tracing: Python cannot branch on, convert or compute with them"
+        raise TypeError(f"{why}. Use nisa's instructions, and range(tensor.shape[0]) to loop over slices")
+
+    __hash__ = object.__hash__
+    __iter__ = __int__ = __index__ = __float__ = __array__ = __lt__ = __le__ = __gt__ = __ge__ = _no
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _no
 
     def __setitem__(self, key: object, value: object) -> None:
         raise TypeError("assignment is no instruction; use nisa.dma_copy or nisa.tensor_copy with this slice as dst")
@@ -202,7 +220,9 @@ class NkiTensor:
         if not isinstance(start, (VirtualRegister, NkiTensor)):
             return self.slice(dim, start, start + size)
         need(self.indirect_index is None, "view", "{} is already indirect; one run-time address per view", self)
-        index = Indirect("scalar", start, self.strides[dim], dim)
+        need(size <= self.shape[dim], "out-of-bounds", "{} elements of dimension {} of {}", size, dim, self)
+        _need_one(start)
+        index = Indirect("scalar", start, self.strides[dim], dim, self.shape[dim] - size)
         return self._replace(dim, (size,), (self.strides[dim],), index=index)
 
     def _drop(self, dim: int) -> "tuple[NkiTensor, int]":
@@ -228,7 +248,7 @@ class NkiTensor:
         """Row index[p] of dimension 0 for each partition p."""
         direct = dim == 0 and not self.buffer.on_chip and self.indirect_index is None
         need(direct, "view", "vector_select needs dimension 0 of a direct HBM tensor; got {} of {}", dim, self)
-        index = Indirect("vector", vector_offset, self.strides[0], 0)
+        index = Indirect("vector", vector_offset, self.strides[0], 0, self.shape[0] - 1)
         return self._replace(0, vector_offset.shape[:1], self.strides[:1], index=index)
 
     def permute(self, dims: Sequence[int]) -> "NkiTensor":
@@ -246,6 +266,7 @@ class NkiTensor:
 
     def expand_dim(self, dim: int) -> "NkiTensor":
         """A new dimension of size 1."""
+        need(0 <= dim <= self.ndim, "view", "dimension {} cannot be inserted in {}", dim, self)
         if dim == 0:
             self._dim(0, free=True)
         return self._with((*self.shape[:dim], 1, *self.shape[dim:]), (*self.strides[:dim], 0, *self.strides[dim:]))
@@ -264,7 +285,7 @@ class NkiTensor:
 
     def flatten_dims(self, start_dim: int, end_dim: int) -> "NkiTensor":
         """Dimensions start..end (inclusive) as one."""
-        end = end_dim % self.ndim + 1
+        end = self._dim(end_dim) + 1
         return self.reshape((*self.shape[:start_dim], prod(self.shape[start_dim:end]), *self.shape[end:]))
 
     def reshape(self, *shape: Any) -> "NkiTensor":
@@ -322,7 +343,7 @@ class NkiTensor:
         new = as_dtype(dtype) if dtype is not None else self.dtype
         shape, strides = [int(n) for _, n in pattern], [int(s) for s, _ in pattern]
         pitch = self.storage.pitch // new.itemsize
-        good = not self.buffer.on_chip or shape[0] == 1 or strides[0] == pitch
+        good = shape and (not self.buffer.on_chip or shape[0] == 1 or strides[0] == pitch)
         need(good, "ap-partition-stride", "a pattern of {} starts with [{}, n]; got {}", self, pitch, pattern)
         need(scalar_offset is None or vector_offset is None, "ap", "scalar_offset and vector_offset exclude each other")
         source = vector_offset if vector_offset is not None else scalar_offset
@@ -330,17 +351,25 @@ class NkiTensor:
         if source is not None:
             rows = vector_offset is None or (indirect_dim == 0 and not self.buffer.on_chip)
             need(rows, "ap", "vector_offset takes dimension 0 in HBM; got {} of {}", indirect_dim, self)
-            scale = self.strides[indirect_dim] * self.dtype.itemsize // new.itemsize
+            _need_one(0 if scalar_offset is None else scalar_offset)
+            scale = self.strides[self._dim(indirect_dim)] * self.dtype.itemsize // new.itemsize
             index = Indirect("scalar" if vector_offset is None else "vector", source, scale, indirect_dim)
         view = NkiTensor(self.storage, shape, strides, int(offset or 0), new, index)
-        last, limit = view.offset + view.extent(), self.storage.nbytes // new.itemsize
-        inside = min(shape) >= 1 and min(strides) >= 0 and (index or (view.offset >= 0 and last < limit))
-        need(inside, "out-of-bounds", "{} at {} reaches {} of {}, {}", pattern, view.offset, last, limit, self.storage)
+        inside = min(shape) >= 1 and min(strides) >= 0 and (index or view.holds(view.offset))
+        need(
+            inside, "out-of-bounds", "{} from {} on leaves {}, or a partition of it", pattern, offset or 0, self.storage
+        )
         return view
 
     def indirect(self, *_: object, **__: object) -> NoReturn:
         """Tensor indirection exists from NeuronCore-v4 on."""
         raise NotImplementedError("target: .indirect() needs NeuronCore-v4 (Trn3); use .ap(vector_offset=)")
+
+
+def _need_one(i: Any) -> None:
+    """A run-time address for all elements is a register, or a tensor with one integer."""
+    one = i.size == 1 and i.dtype in INTS if isinstance(i, NkiTensor) else isinstance(i, (int, VirtualRegister))
+    need(one, "operand", "a run-time index is a register or a tensor of one integer; got {!r}", i)
 
 
 def whole(storage: Storage) -> NkiTensor:

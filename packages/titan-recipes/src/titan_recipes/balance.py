@@ -19,6 +19,7 @@ counts nothing.
 Shapes: B = batch, L = sequence, K = experts a token, E = experts.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,8 +116,16 @@ class BalancedRouter(TokenChoiceTopKRouter):
 
 
 def use_balance_loss(spec: ModelSpec, coefficient: float) -> None:
-    """Train every mixture of experts of `spec` with the auxiliary loss times `coefficient`; 0 turns it off."""
-    for _, config, _, _ in spec.model.traverse(BalancedRouter.Config):
+    """Train every mixture of experts of `spec` with the auxiliary loss times `coefficient`; 0 turns it off.
+
+    UserError for a coefficient below 0 or not finite, and for one above 0 where there is no mixture of experts.
+    """
+    if not 0 <= coefficient < math.inf:
+        raise UserError(f"The auxiliary loss' coefficient is {coefficient}; it has to be 0 (off) or a number above.")
+    routers = [config for _, config, _, _ in spec.model.traverse(BalancedRouter.Config)]
+    if coefficient and not routers:
+        raise UserError(f"The auxiliary loss has no router to balance: {spec.flavor} has no mixture of experts.")
+    for config in routers:
         config.balance_coefficient = coefficient
 
 

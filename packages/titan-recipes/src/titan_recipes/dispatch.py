@@ -71,6 +71,7 @@ class GatherTokenDispatcher(BaseEPTokenDispatcher):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        _check_options(config)
         self.block = config.block
 
     def dispatch(
@@ -129,8 +130,6 @@ class CapacityTokenDispatcher(GatherTokenDispatcher):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        if config.capacity_factor <= 0:
-            raise UserError(f"The dispatcher's capacity_factor is {config.capacity_factor}; it has to be above 0.")
         self.capacity_factor = config.capacity_factor
         self.seen: torch.Tensor | None = None
         """Choices dropped, and choices made, since the last `take_seen`."""
@@ -204,16 +203,32 @@ def use_dispatcher(spec: ModelSpec, name: Dispatcher, **options: Any) -> None:
         options: `block` (gather, capacity) and `capacity_factor` (capacity).
 
     Raises:
-        UserError: a name or an option that there is not.
+        UserError: a name or an option that there is not, a value that it cannot have, a model without a mixture of experts.
     """
     if name not in _DISPATCHERS:
         raise UserError(f"Dispatcher {name!r} is unknown; choose one of {', '.join(_DISPATCHERS)}.")
-    for _, config, _, _ in spec.model.traverse(RoutedExperts.Config):
+    layers = [config for _, config, _, _ in spec.model.traverse(RoutedExperts.Config)]
+    if not layers:
+        raise UserError(
+            f"Dispatcher {name!r} has nothing to dispatch: {spec.flavor} has no mixture of experts. Leave use_dispatcher out."
+        )
+    for config in layers:
         old = config.token_dispatcher
         try:
-            config.token_dispatcher = _DISPATCHERS[name].Config(num_experts=old.num_experts, top_k=old.top_k, **options)
+            new = _DISPATCHERS[name].Config(num_experts=old.num_experts, top_k=old.top_k, **options)
         except TypeError as error:
             raise UserError(f"Dispatcher {name!r} does not take these options: {error}.") from None
+        _check_options(new)
+        config.token_dispatcher = new
+
+
+def _check_options(config: LocalTokenDispatcher.Config) -> None:
+    """UserError for values that no run can have."""
+    block, factor = getattr(config, "block", 1), getattr(config, "capacity_factor", 1.0)
+    if not isinstance(block, int) or block < 1:
+        raise UserError(f"The dispatcher's block is {block!r}; it has to be a whole number of rows, 1 or more.")
+    if not 0 < factor < math.inf:
+        raise UserError(f"The dispatcher's capacity_factor is {factor}; it has to be a number above 0.")
 
 
 def recomputing() -> bool:

@@ -15,6 +15,9 @@ from torch.autograd.function import once_differentiable
 
 __all__ = ["Placement", "combine_rows", "pack", "pack_all", "packed_rows", "segment", "take_rows"]
 
+BLOCKS, BLOCK_ROWS = 16, 1024
+"""Backward of `combine_rows` goes through its rows in so many blocks at most, of so many rows at least."""
+
 
 class Placement(NamedTuple):
     """Which row each choice has, and which choice each row."""
@@ -104,7 +107,7 @@ def _choices(y_RD: torch.Tensor, p: Placement) -> torch.Tensor:
     y_ND = y_RD.index_select(0, p.row_TK.view(-1))
     if p.here_TK is not None:
         y_ND.masked_fill_(~p.here_TK.view(-1, 1), 0)
-    return y_ND.view(*p.row_TK.shape, -1)
+    return y_ND.view(*p.row_TK.shape, y_RD.shape[1])
 
 
 def take_rows(x_TD: torch.Tensor, placement: Placement) -> torch.Tensor:
@@ -151,13 +154,22 @@ class _CombineRows(torch.autograd.Function):
         if scored:
             y_RD, scores_TK = scored
             score_R = scores_TK.reshape(-1).index_select(0, placement.choice_R)
-            # a row without a choice may give NaN here: `_choices` leaves it out
-            products_R = (dy_RD.float() * y_RD.float()).sum(1)
+            products_R = torch.empty_like(score_R, dtype=torch.float32)
+            for some in _blocks(len(dy_RD)):
+                dy_nD = dy_RD[some].float()
+                # a row without a choice may give NaN here: `_choices` leaves it out
+                products_R[some] = (dy_nD * y_RD[some].float()).sum(1)
+                dy_RD[some] = dy_nD * score_R[some, None].float()
             dscores_TK = _choices(products_R[:, None], placement)[..., 0].to(scores_TK.dtype)
-            dy_RD = (dy_RD.float() * score_R[:, None].float()).to(y_RD.dtype)
         if placement.filled_R is not None and not placement.between:  # else there is none, or `_rows` saw to it
             dy_RD.masked_fill_(~placement.filled_R[:, None], 0)  # no expert learns from a row without a choice
         return dy_RD, dscores_TK, *(None for _ in placement)
+
+
+def _blocks(rows: int) -> list[slice]:
+    """Rows that are worked on in float32 at once: a sixteenth of the worst case, which is most of a rank's memory otherwise."""
+    size = max(-(-rows // BLOCKS), BLOCK_ROWS)
+    return [slice(first, first + size) for first in range(0, rows, size)]
 
 
 def _keep(ctx: Any, placement: tuple[Any, ...], *more: torch.Tensor) -> None:

@@ -137,7 +137,8 @@ def check_overrides(config: Any, device: str, *, planned: bool = False) -> list[
         claims = _collect_claims(resolved, config)
         _check_node_conflicts(claims)
     except (ValueError, ImportError) as error:
-        raise UserError(str(error)) from None
+        ours = f" Of nki-moe there are {', '.join(f'{__name__}.{name}' for name in _TARGETS)}."
+        raise UserError(f"{error}{ours if 'no registered' in str(error) else ''}") from None
     lines = []
     for found, _ in resolved:
         nodes = [claim for claim in claims if claim.ov is found]

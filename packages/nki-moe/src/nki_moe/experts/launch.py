@@ -6,7 +6,6 @@ How a kernel is started is the last argument: on nki-sim, or on Trainium (neuron
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from nki_moe import simulated
@@ -79,8 +78,8 @@ def backward_data(
     dscores = dy.new_empty((0,))
     if order_R is not None and scores_TK is not None:
         of_rows = dscore_parts.sum(dim=0)[t.column_R]
-        dscores = torch.zeros_like(scores_TK).view(-1).index_copy(0, order_R, of_rows.to(scores_TK.dtype))
-        dscores = dscores.view_as(scores_TK)
+        dscores = scores_TK.new_zeros(order_R.shape).index_copy(0, order_R, of_rows.to(scores_TK.dtype))
+        dscores = dscores.view(scores_TK.shape)
     return dx, dscores, dkept.view(2, *saved.shape[1:])
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from nki_moe import simulated
+from nki_moe.arguments import need_one_device, no_second_derivative, refuse_forward_mode
 from nki_moe.backend import Provider, choose
 from nki_moe.experts import launch, torch_path
 from nki_moe.nkilib import launch as nkilib
@@ -39,11 +40,11 @@ def grouped_mlp(
         provider: whose kernels, where kernels run: "own", or "nkilib" for AWS's (nki_moe.nkilib.check has their limits).
 
     Raises:
-        ValueError: shapes or dtypes that do not fit together; counts that are negative or exceed the rows; a provider that
-            the backend does not have.
+        ValueError: shapes, dtypes or devices that do not fit together; a provider that the backend does not have; counts that are
+            negative or exceed the rows (on Trainium nobody looks: it would stop the device at every step).
         ModuleNotFoundError: a backend or provider that was asked for and is not installed.
     """
-    _validate(x_RD, w1_EFD, w2_EDF, w3_EFD)
+    _validate(x_RD, w1_EFD, w2_EDF, w3_EFD, counts_E=counts_E)
     if counts_E.shape != w1_EFD.shape[:1] or counts_E.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"counts_E is {_describe(counts_E)}; expected one int32 or int64 for each of the {w1_EFD.shape[0]} experts"
@@ -69,16 +70,25 @@ def routed_mlp(
         x_TD: tokens. experts_TK: an int64 or int32 expert for each of a token's K choices, all different.
         scores_TK: routing scores, applied to the experts' outputs in float32; any float dtype.
         w1_EFD, w2_EDF, w3_EFD, provider: as for grouped_mlp; nkilib rounds scores and their gradients to x's dtype.
+
+    Raises: as grouped_mlp, with choices outside 0 to E - 1 in the counts' place.
     """
-    _validate(x_TD, w1_EFD, w2_EDF, w3_EFD)
+    _validate(x_TD, w1_EFD, w2_EDF, w3_EFD, experts_TK=experts_TK, scores_TK=scores_TK)
+    if experts_TK.dtype not in (torch.int32, torch.int64) or not scores_TK.is_floating_point():
+        raise ValueError(
+            f"experts_TK is {_describe(experts_TK)} and scores_TK {_describe(scores_TK)}; expected int32 or int64, and floats"
+        )
     if experts_TK.shape != scores_TK.shape or experts_TK.ndim != 2 or experts_TK.shape[0] != x_TD.shape[0]:
         raise ValueError(
             f"experts_TK is {_describe(experts_TK)} and scores_TK {_describe(scores_TK)}; expected (T, K) for both "
             f"with T = {x_TD.shape[0]}, the tokens of x"
         )
-    chosen_R = experts_TK.flatten()
-    counts_E = torch.zeros(w1_EFD.shape[0], dtype=torch.int64, device=x_TD.device)
-    counts_E = counts_E.scatter_add(0, chosen_R.long(), torch.ones_like(chosen_R, dtype=torch.int64))
+    E, chosen_R = w1_EFD.shape[0], experts_TK.flatten().long()
+    chosen_R = torch.where(
+        (chosen_R >= 0) & (chosen_R < E), chosen_R, E
+    )  # one more than there are: for used_rows to find
+    counts_E = torch.zeros(E + 1, dtype=torch.int64, device=x_TD.device)
+    counts_E = counts_E.scatter_add(0, chosen_R, torch.ones_like(chosen_R))[:E]
     return _run(provider, x_TD, counts_E, w1_EFD, w2_EDF, w3_EFD, chosen_R.argsort(stable=True), scores_TK)
 
 
@@ -93,6 +103,7 @@ def _run(
     scores_TK: Tensor | None,
 ) -> Tensor:
     inputs = (x, w1, w2, w3) if scores_TK is None else (x, w1, w2, w3, scores_TK)
+    refuse_forward_mode(*inputs)
     save = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
     op = forward
     if _choose(x.device.type, provider) == "nki":
@@ -139,8 +150,18 @@ class Ops(NamedTuple):
     backward: Callable[..., Any]
 
 
-def define(register: Callable[[str], Callable[..., Any]], work: Callable[[str, str], Any]) -> Ops:
-    """The operators of one backend: register(name) decorates an annotated function; work(device type, provider) has the functions that do the work."""
+def _rows(x: Tensor, order_R: Tensor | None) -> int:
+    return x.shape[0] if order_R is None else order_R.shape[0]
+
+
+def _or_torch(todo: Any, rows: int) -> Any:
+    """What does the work; torch for no rows at all, which no kernel takes."""
+    return todo if todo is torch_path or rows else torch_path
+
+
+def define(register: Callable[[str], Callable[..., Any]], work: Callable[[str, str], Any], *, look: bool) -> Ops:
+    """The operators of one backend: register(name) decorates an annotated function; work(device type, provider) has the functions
+    that do the work; look: whether at counts, before anything runs."""
 
     @register("grouped_mlp")
     def forward(
@@ -155,7 +176,11 @@ def define(register: Callable[[str], Callable[..., Any]], work: Callable[[str, s
         provider: str,
     ) -> tuple[Tensor, Tensor]:
         """y and what backward needs (empty unless `save`); fused when order_R and scores_TK are given."""
-        return work(x.device.type, provider).forward(x, counts_E, w1, w2, w3, order_R, scores_TK, save)
+        rows = _rows(x, order_R)
+        if look:
+            need_counts(counts_E.tolist(), rows, order_R is not None)
+        todo = _or_torch(work(x.device.type, provider), rows)
+        return todo.forward(x, counts_E, w1, w2, w3, order_R, scores_TK, save)
 
     @register("grouped_mlp_backward")
     def backward(
@@ -172,10 +197,24 @@ def define(register: Callable[[str], Callable[..., Any]], work: Callable[[str, s
         provider: str,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """dx, dscores_TK (empty unless fused), and dw1, dw2, dw3 (empty unless `weights`)."""
-        todo = work(dy.device.type, provider)
+        todo = _or_torch(work(dy.device.type, provider), _rows(dy, order_R))
         return todo.backward(dy, x, counts_E, w1, w2, w3, order_R, scores_TK, saved, weights)
 
     return Ops(forward, backward)
+
+
+def need_counts(counts: list[int], rows: int, routed: bool) -> None:
+    """ValueError for counts that cannot be, and for choices of no expert."""
+    used, least = sum(counts), min(counts, default=0)
+    if routed and used < rows:
+        raise ValueError(
+            f"{rows - used} of {rows} choices in experts_TK are of no expert; there are {len(counts)}: 0 to {len(counts) - 1}"
+        )
+    if used > rows or least < 0:
+        raise ValueError(
+            f"counts_E adds up to {used} (smallest {least}) but there are {rows} rows; "
+            "counts must not be negative nor add up to more than the rows"
+        )
 
 
 def differentiate(ops: Ops) -> tuple[Callable[..., None], Callable[..., Any]]:
@@ -199,15 +238,18 @@ def differentiate(ops: Ops) -> tuple[Callable[..., None], Callable[..., Any]]:
     return setup_context, backward
 
 
-forward, backward = define(lambda name: torch.library.custom_op(f"nki_moe::{name}", mutates_args=()), implementation)
+forward, backward = define(
+    lambda name: torch.library.custom_op(f"nki_moe::{name}", mutates_args=()), implementation, look=True
+)
 _setup_context, _backward = differentiate(Ops(forward, backward))
 torch.library.register_autograd("nki_moe::grouped_mlp", _backward, setup_context=_setup_context)
+torch.library.register_autograd("nki_moe::grouped_mlp_backward", no_second_derivative)
 
 
 @torch.library.register_fake("nki_moe::grouped_mlp")
 def _(x, counts_E, w1, w2, w3, order_R, scores_TK, save, provider):  # type: ignore[no-untyped-def]
-    rows = x.shape[0] if order_R is None else order_R.shape[0]
-    shape = implementation(x.device.type, provider).saved_shape(rows, *w1.shape)
+    rows = _rows(x, order_R)
+    shape = _or_torch(implementation(x.device.type, provider), rows).saved_shape(rows, *w1.shape)
     return x.new_empty(x.shape), x.new_empty(shape if save else (0,))
 
 
@@ -217,7 +259,7 @@ def _(dy, x, counts_E, w1, w2, w3, order_R, scores_TK, saved, weights, provider)
     return dy.new_empty(dy.shape), dscores, *(dy.new_empty(w.shape if weights else (0,)) for w in (w1, w2, w3))
 
 
-def _validate(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> None:
+def _validate(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, **routing: Tensor) -> None:
     E, F, D = w1.shape if w1.ndim == 3 else (-1, -1, -1)
     if x.ndim != 2 or w1.ndim != 3 or w3.shape != w1.shape or w2.shape != (E, D, F) or x.shape[1] != D:
         raise ValueError(
@@ -229,6 +271,7 @@ def _validate(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> None:
             f"x is {x.dtype}, w1 {w1.dtype}, w2 {w2.dtype}, w3 {w3.dtype}; expected one of bfloat16 and float32 for all. "
             "Cast the weights as mixed-precision FSDP does, or x.to(w1.dtype)"
         )
+    need_one_device(x=x, w1=w1, w2=w2, w3=w3, **routing)
 
 
 def _describe(t: Tensor) -> str:

@@ -9,7 +9,9 @@ R rows sorted by expert (or, fused, T tokens of which R = T*K rows are gathered)
 n rows of one expert (or a span of them). `saved_2RF` holds gate and up.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +28,20 @@ def saved_shape(rows: int, experts: int, hidden: int, dim: int) -> tuple[int, ..
     return (2, rows, hidden)
 
 
+def in_own_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The dtype is that of rows and weights: a caller's autocast, which works inside operators too, is off."""
+
+    @wraps(function)
+    def call(x: Tensor, *args: Any) -> Any:
+        if not torch.is_autocast_enabled(x.device.type):
+            return function(x, *args)
+        with torch.autocast(x.device.type, enabled=False):
+            return function(x, *args)
+
+    return call
+
+
+@in_own_dtype
 def forward(
     x: Tensor,
     counts_E: Tensor,
@@ -54,6 +70,7 @@ def forward(
     return y.to(x.dtype), saved_2RF
 
 
+@in_own_dtype
 def backward(
     dy: Tensor,
     x: Tensor,
@@ -107,14 +124,9 @@ class Rows:
     """Whose rows are where: contiguous ones of a sorted tensor, or, fused, those of the tokens that chose the expert."""
 
     def __init__(self, x: Tensor, counts_E: Tensor, order_R: Tensor | None, scores_TK: Tensor | None) -> None:
-        self.counts: list[int] = counts_E.tolist()
         self.total = x.shape[0] if order_R is None else order_R.shape[0]
+        self.counts: list[int] = counts_E.tolist() if self.total else [0] * counts_E.shape[0]
         self.used = sum(self.counts)
-        if self.used > self.total or min(self.counts, default=0) < 0:
-            raise ValueError(
-                f"counts_E adds up to {self.used} (smallest {min(self.counts)}) but there are {self.total} rows; "
-                "counts must not be negative nor add up to more than the rows"
-            )
         self.tokens_R = None if order_R is None or scores_TK is None else order_R // scores_TK.shape[1]
         self.scores_R = None if order_R is None or scores_TK is None else scores_TK.reshape(-1)[order_R]
         self.at_a_time = _ROWS if _compute_dtype(x.dtype) == x.dtype else _ROWS_WIDENED
@@ -132,8 +144,8 @@ class Rows:
     def output(self, like: Tensor) -> Tensor:
         """Where results go; a token's sum over its experts is kept in float32."""
         if self.tokens_R is not None:
-            return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
-        out = torch.empty_like(like)
+            return like.new_zeros(like.shape, dtype=torch.promote_types(like.dtype, torch.float32))
+        out = like.new_empty(like.shape)
         out[self.used :].zero_()
         return out
 

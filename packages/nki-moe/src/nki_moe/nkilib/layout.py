@@ -93,7 +93,7 @@ def score_gradients(daffinities: Tensor, counts_E: Tensor, order_R: Tensor, scor
     """dscores_TK from nki-library's gradients of affinities ((T + 1) E, 1)."""
     T, K = scores_TK.shape
     of_rows = daffinities[order_R // K * counts_E.shape[0] + _owners(counts_E, T * K), 0]
-    return torch.zeros_like(scores_TK).view(-1).index_copy(0, order_R, of_rows.to(scores_TK.dtype)).view(T, K)
+    return scores_TK.new_zeros(T * K).index_copy(0, order_R, of_rows.to(scores_TK.dtype)).view(T, K)
 
 
 def weight_gradients(gate_up_EH2I: Tensor, down_EIH: Tensor) -> tuple[Tensor, Tensor, Tensor]:

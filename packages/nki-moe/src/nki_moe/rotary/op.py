@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nki_moe.arguments import need_one_device, refuse_forward_mode
 from nki_moe.backend import choose
 from nki_moe.limits import check_rope, logical_cores
 from nki_moe.rotary.reference import rotate
@@ -31,11 +32,13 @@ def rope(q_BLNH: Tensor, k_BLMH: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
             alike (the first is read). Pick rows of a cache by position: cos = cache_cos[positions].
 
     Raises:
-        ValueError: shapes that do not fit together.
+        ValueError: shapes, dtypes or devices that do not fit together.
     """
+    refuse_forward_mode(q_BLNH, k_BLMH)
     B, L, _, H = q_BLNH.shape if q_BLNH.ndim == 4 else (-1, -1, -1, -1)
     if (
         q_BLNH.ndim != 4
+        or k_BLMH.ndim != 4
         or k_BLMH.shape != (B, L, k_BLMH.shape[2], H)
         or cos.shape not in ((L, H), (B, L, H))
         or sin.shape != cos.shape
@@ -44,13 +47,18 @@ def rope(q_BLNH: Tensor, k_BLMH: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
             f"q is {tuple(q_BLNH.shape)}, k {tuple(k_BLMH.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}; expected "
             "(B, L, N, H), (B, L, M, H) and twice (L, H) or (B, L, H)"
         )
-    if H % 2 or q_BLNH.dtype != k_BLMH.dtype:
-        raise ValueError(f"head dim {H} must be even and q, k ({q_BLNH.dtype}, {k_BLMH.dtype}) of one dtype")
+    if H % 2 or q_BLNH.dtype != k_BLMH.dtype or q_BLNH.dtype not in (torch.bfloat16, torch.float32):
+        raise ValueError(
+            f"head dim {H} must be even and q, k ({q_BLNH.dtype}, {k_BLMH.dtype}) of one dtype, bfloat16 or float32"
+        )
+    if not (cos.is_floating_point() and sin.is_floating_point()):
+        raise ValueError(f"cos is {cos.dtype}, sin {sin.dtype}; expected float32")
+    need_one_device(q=q_BLNH, k=k_BLMH, cos=cos, sin=sin)
     cos, sin = (c.expand(B, L, H).contiguous() for c in (cos, sin))
     if _choose(q_BLNH.device.type) == "nki":
         from nki_moe import neuron
 
-        neuron.register(q_BLNH.device.type)
+        neuron.register(q_BLNH.device.type, "rope")
         return torch.ops.nki_moe.rope_nki(q_BLNH.contiguous(), k_BLMH.contiguous(), cos, sin, False)
     return turn(q_BLNH.contiguous(), k_BLMH.contiguous(), cos, sin, False)
 
@@ -77,6 +85,8 @@ def launch(
     from nki_moe.rotary import kernel
 
     B, L, _, H = q.shape
+    if not q.numel():
+        return q.clone(), k.clone()
     lnc = logical_cores()
     check_rope(B * L, H, dtype=q.dtype, lnc=lnc)
     rows = tuple(t.reshape(B * L, -1) for t in (q, k, cos.float(), sin.float()))

@@ -63,7 +63,7 @@ def core_barrier(a: Args) -> Compute:
     """Both cores wait for each other; accesses to shared memory before it happen before those after it."""
     need(tracer().cores == 2, "cores", "needs two cores; launch with k[2](...)")
     need(tuple(a.cores) == (0, 1), "cores", "cores must be (0, 1); got {}", a.cores)
-    need(a.data.buffer is MemoryRegion.shared_hbm or errors.compat, "buffer", "{} must be in shared HBM", a.data)
+    need(a.data.buffer is MemoryRegion.shared_hbm or errors.compat, "buffer", "data {} must be in shared HBM", a.data)
     return None
 
 

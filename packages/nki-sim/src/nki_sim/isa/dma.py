@@ -85,6 +85,8 @@ def dma_compute(a: Args) -> Compute:
     need(1 <= n <= DMA_COMPUTE_SOURCES, "dma-sources", "{} sources; at most {}", n, DMA_COMPUTE_SOURCES)
     need(all(s.size == dst.size for s in a.srcs), "shape", "dst {} and srcs {} must match in size", dst, a.srcs)
     by_row = [v for v in (dst, *a.srcs) if v.by_row]
+    known = all(v.by_row or not v.is_indirect() for v in (dst, *a.srcs))
+    need(known, "indirect", "addresses are known when compiling, or by vector_offset; got {} and {}", dst, a.srcs)
     for view in by_row:
         _need_index(view)
     need(not by_row or n == 2, "dma-sources", "read-modify-write by vector_offset takes two sources; got {}", n)

@@ -16,20 +16,7 @@ OPERAND = Tile(SBUF, ("float32", "bfloat16", "float16", *FP8))
 DOUBLE = matmul_perf_mode.double_row
 
 
-@instruction(
-    "T",
-    special=True,
-    dst=Tile(PSUM, write=True),
-    stationary=OPERAND,
-    moving=OPERAND,
-    is_stationary_onezero=False,
-    is_moving_onezero=False,
-    is_transpose=False,
-    accumulate=None,
-    tile_position=(),
-    tile_size=(),
-    perf_mode=matmul_perf_mode.none,
-)
+@instruction("T", special=True, dst=Tile(PSUM, write=True), stationary=OPERAND, moving=OPERAND, is_stationary_onezero=False, is_moving_onezero=False, is_transpose=False, accumulate=None, tile_position=(), tile_size=(), perf_mode=matmul_perf_mode.none)  # fmt: skip
 def nc_matmul(a: Args) -> Compute:
     """dst[M, N] (+)= stationary[K, M].T @ moving[K, N], K on partitions (double_row: and on a first free dimension of 2).
     accumulate=None overwrites what no matmul has written and adds to what one has."""

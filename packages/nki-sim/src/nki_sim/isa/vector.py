@@ -136,6 +136,7 @@ _EXACT = ("add", "subtract", "multiply", "maximum", "minimum")
 def tensor_tensor(a: Args) -> tuple[Compute, str]:
     """dst = data1 <op> data2. All-int32/uint32 operands go to GpSimd, which is exact; else through float32."""
     need_alu(a.op, None)
+    need(not a.op.unary, "op", "{} takes one operand; use nisa.tensor_scalar or nisa.activation", a.op)
     views = (a.dst, a.data1, a.data2)
     need_ints(a.op, *views)
     psum = any(v.buffer is MemoryRegion.psum for v in views)
@@ -159,10 +160,13 @@ def tensor_scalar(a: Args) -> tuple[Compute, str]:
     given = [v for v in (a.operand0, a.operand1) if isinstance(v, NkiTensor)]
     need_ints(a.op0, a.dst, a.data, *given)
     floats = a.op0.bitvec or errors.compat or all(v.dtype == "float32" for v in given)
-    need(floats, "dtype", "operand tensors must be float32; got {}", given)
+    need(floats, "dtype", "tensors for operand0 and operand1 must be float32; got {}", given)
     if a.op1 is not None:
         need_alu(a.op1, a.op0.bitvec)
     need(a.op1 is not None or a.operand1 is None, "op", "operand1 is given without op1")
+    pairs = ((a.op0, a.operand0), (a.op1, a.operand1))
+    odd = [(op, v) for op, v in pairs if op and op.unary and (isinstance(v, NkiTensor) or v)]
+    need(not odd or errors.compat, "op", "of a unary operator the operand is None or 0; got {}", odd)
     pair = (a.op0.name, a.op1.name if a.op1 else None)
     need(not a.op0.bitvec or a.engine in (Engine.unknown, Engine.vector), "engine", "bitwise operators run on Vector")
     scalar = a.engine is not Engine.scalar or pair in SCALAR_ENGINE_PAIRS
@@ -278,12 +282,8 @@ def tensor_tensor_scan(a: Args) -> Compute:
         other = line(f32(y)).T
         first = line(f32(rest[0]))[:, 0] if rest else np.full(len(x), a.initial, np.float32)
         neutral = {"multiply": 1.0, "add": 0.0}.get(a.op0.name)
-        if (
-            neutral is not None
-            and isinstance(a.op1.alu, np.ufunc)
-            and a.op1.name != "subtract"
-            and (x == neutral).all()
-        ):
+        sums = neutral is not None and isinstance(a.op1.alu, np.ufunc) and a.op1.name != "subtract"
+        if sums and (x == neutral).all():
             return a.op1.alu.accumulate(np.vstack([first, other]), axis=0)[1:].T  # a cumulative sum, in the same order
         columns, state = f32(line(x)).T, first
         result = np.empty(columns.shape, np.float32)
