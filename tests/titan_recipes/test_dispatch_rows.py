@@ -121,7 +121,7 @@ def test_any_number_of_tokens_has_its_rows(tokens, block):
 
 
 def scored(rows_a_block, monkeypatch, dtype=torch.bfloat16):
-    """Result and gradients of `combine_rows`, and the largest float32 result of an operator in backward."""
+    """Result and gradients of `combine_rows`, and the largest float32 results of an operator in forward and in backward."""
     monkeypatch.setattr(dispatch_rows, "BLOCK_ROWS", rows_a_block)
     expert_TK = routing(tokens=400, experts=8).clamp(max=4)  # half of the experts are elsewhere
     placement, _ = pack(expert_TK, 4, packed_rows(400 * K, 4, 1))
@@ -150,11 +150,11 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_backward_of_a_combination_is_in_float32_a_sixteenth_at_a_time_and_no_number_changes(monkeypatch):
-    """Rows are as many as the fullest routing needs: three float32 copies of all of them were most of a rank's memory."""
-    whole, _, all_rows = scored(1200, monkeypatch)
-    parts, _, sixteenth = scored(1, monkeypatch)
-    assert all_rows == 1200 * 64 and sixteenth == 75 * 64
+def test_a_combination_is_in_float32_a_sixteenth_at_a_time_and_no_number_changes(monkeypatch):
+    """Rows are as many as the fullest routing needs: float32 copies of all of them were most of a rank's memory."""
+    whole, *at_once = scored(1200, monkeypatch)
+    parts, *sixteenth = scored(1, monkeypatch)
+    assert at_once == [1200 * 64] * 2 and sixteenth == [75 * 64] * 2
     assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(whole, parts, strict=True))
     wide = (scored(rows, monkeypatch, torch.float32)[0] for rows in (1200, 1))
     assert all(torch.equal(a, b) for a, b in zip(*wide, strict=True))

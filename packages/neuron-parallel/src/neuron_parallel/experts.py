@@ -73,22 +73,27 @@ def _take(s: Symbols, x: str, out: str, choices: Quantity, rows: Quantity, some:
         (),
         kept,
         scratch=rows * 8,
-        scratch_backward=choices * s.D * s.a,
+        scratch_backward=_at_once(choices) * s.D * s.a,
         part="dispatch",
     )
 
 
+def _at_once(rows: Quantity) -> Quantity:
+    """What titan_recipes' dispatch_rows works on at once: a sixteenth, or 1,024 rows."""
+    return rows / 16 if rows.value > 16 * 1024 else Quantity(min(rows.value, 1024), f"min({rows}, 1024)")
+
+
 def _combine(s: Symbols, source: str, weights: str, out: str, tokens: Quantity, rows: Quantity) -> Op:
     """A token's rows, times their weights in float32, summed; backward a product for the weights' gradient and one for the rows'."""
-    choices = tokens * s.k
     half = s.a.value == 2
+    choices = _at_once(tokens * s.k)
     return Op(
         f"combine {out}",
         (source, weights),
         {out: tokens * s.D * s.a},
         (source, weights),
-        scratch=choices * s.D * s.a + (choices * s.D * 4 + tokens * s.D * 4 if half else ZERO),
-        scratch_backward=(3 if half else 1) * rows * s.D * 4,
+        scratch=choices * s.D * s.a + (choices * s.D * 4 if half else ZERO),
+        scratch_backward=(3 if half else 1) * _at_once(rows) * s.D * 4,
         part="dispatch",
     )
 

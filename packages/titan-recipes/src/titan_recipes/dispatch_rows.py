@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 __all__ = ["Placement", "combine_rows", "pack", "pack_all", "packed_rows", "segment", "take_rows"]
 
 BLOCKS, BLOCK_ROWS = 16, 1024
-"""Backward of `combine_rows` goes through its rows in so many blocks at most, of so many rows at least."""
+"""What is worked out from all rows goes through them in so many blocks at most, of about so many rows at least."""
 
 
 class Placement(NamedTuple):
@@ -126,7 +126,7 @@ class _TakeRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dx_RD: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         placement, _ = _kept(ctx)
-        return _choices(dx_RD, placement).sum(1), *(None for _ in placement)
+        return _sums(dx_RD, placement), *(None for _ in placement)
 
 
 def combine_rows(y_RD: torch.Tensor, placement: Placement, scores_TK: torch.Tensor | None = None) -> torch.Tensor:
@@ -139,12 +139,7 @@ class _CombineRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_RD: torch.Tensor, scores_TK: torch.Tensor | None, *placement: Any) -> torch.Tensor:
         _keep(ctx, placement, *(() if scores_TK is None else (y_RD, scores_TK)))
-        y_TKD = _choices(y_RD, Placement(*placement))
-        if scores_TK is None:
-            return y_TKD.sum(1)
-        # not bmm: selective checkpointing keeps the results of those, here all tokens of the group in float32
-        nothing = y_TKD.new_zeros((), dtype=torch.float32)
-        return torch.baddbmm(nothing, scores_TK[:, None].float(), y_TKD.float(), beta=0)[:, 0].to(y_RD.dtype)
+        return _sums(y_RD, Placement(*placement), scores_TK)
 
     @staticmethod
     @once_differentiable
@@ -155,7 +150,7 @@ class _CombineRows(torch.autograd.Function):
             y_RD, scores_TK = scored
             score_R = scores_TK.reshape(-1).index_select(0, placement.choice_R)
             products_R = torch.empty_like(score_R, dtype=torch.float32)
-            for some in _blocks(len(dy_RD)):
+            for some in _blocks(len(dy_RD), BLOCK_ROWS):
                 dy_nD = dy_RD[some].float()
                 # a row without a choice may give NaN here: `_choices` leaves it out
                 products_R[some] = (dy_nD * y_RD[some].float()).sum(1)
@@ -166,9 +161,25 @@ class _CombineRows(torch.autograd.Function):
         return dy_RD, dscores_TK, *(None for _ in placement)
 
 
-def _blocks(rows: int) -> list[slice]:
-    """Rows that are worked on in float32 at once: a sixteenth of the worst case, which is most of a rank's memory otherwise."""
-    size = max(-(-rows // BLOCKS), BLOCK_ROWS)
+def _sums(y_RD: torch.Tensor, p: Placement, scores_TK: torch.Tensor | None = None) -> torch.Tensor:
+    """The sum of each token's rows, times its scores in float32 if there are any: [R, D] -> [T, D] in y's dtype."""
+    tokens, k = p.row_TK.shape
+    sum_TD = y_RD.new_empty(tokens, y_RD.shape[1])
+    for some in _blocks(tokens, max(1, BLOCK_ROWS // k)):
+        here_nK = None if p.here_TK is None else p.here_TK[some]
+        y_nKD = _choices(y_RD, p._replace(row_TK=p.row_TK[some], here_TK=here_nK))
+        if scores_TK is None:
+            sum_TD[some] = y_nKD.sum(1)
+        else:
+            # not bmm: selective checkpointing keeps the results of those, here all tokens of the group in float32
+            nothing = y_nKD.new_zeros((), dtype=torch.float32)
+            sum_TD[some] = torch.baddbmm(nothing, scores_TK[some, None].float(), y_nKD.float(), beta=0)[:, 0]
+    return sum_TD
+
+
+def _blocks(rows: int, least: int) -> list[slice]:
+    """What is worked on at once: a sixteenth. All copies of the worst case, in float32, are most of a rank's memory otherwise."""
+    size = max(-(-rows // BLOCKS), least)
     return [slice(first, first + size) for first in range(0, rows, size)]
 
 
