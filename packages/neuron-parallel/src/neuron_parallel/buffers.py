@@ -30,9 +30,9 @@ class Buffers:
         """All-gather outputs."""
         self.last_flat = Group.of(self._flat(parts[-1]))
         """Of the unit's last gather, which lives until the next unit's."""
-        self.copied = Group.of(*(entry for part in parts for entry in self._copied(part)))
-        """While it is gathered: experts that are divided by another dimension than the first, once more; without a group, the cast
-        of a parameter, of which there is one at a time."""
+        self.copied = Group.of(*self._copied(parts[-1]))
+        """While its last part is gathered: experts that are divided by another dimension than the first, once more; without a group,
+        the cast of a parameter, of which there is one at a time."""
         self.gathering = [
             Group.of(
                 *(Entry(gathered, other.name, other.full(self.a)) for other in parts[: number + 1]),
