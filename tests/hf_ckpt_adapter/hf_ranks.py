@@ -17,11 +17,13 @@ import torch.distributed.checkpoint as dcp
 from hf_ckpt_adapter import CheckpointReader, Layout, convert_state
 from hf_tiny import config, fused, state, write_hub
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 CONFIG = config(moe=True, tie_word_embeddings=False)
+TIED = config(tie_word_embeddings=True)
 # How TorchTitan shards over the tensor-parallel axis (models/common/decoder_sharding.py): output rows of q,
 # k, v, w1, w3 and the vocabulary; input columns of wo; experts' hidden dimension.
 ROWS = ("wq.", "wk.", "wv.", "tok_embeddings", "lm_head", "w1_EFD", "w3_EFD")
@@ -107,6 +109,21 @@ def read_back(folder: Path, name: str, tensors: dict[str, torch.Tensor], rank: i
     (folder / f"{name}-bytes-{rank}").write_text(str(read))
 
 
+def load_tied(folder: Path, rank: int) -> None:
+    """FSDP over four ranks, tied by the config, both names in the file: one matrix under both, or refused on every rank."""
+    native = convert_state(state(TIED, head=False), Layout.NATIVE, tied=True).tensors
+    model = Holder({n: torch.full_like(t, float("nan")) for n, t in native.items()})
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    target = model.state_dict()
+    dcp.load(target, storage_reader=CheckpointReader(folder / "tied", Layout.NATIVE))
+    for n, tensor in native.items():
+        assert torch.equal(target[n].full_tensor(), tensor), f"tied: {n} differs on rank {rank}"
+    try:
+        dcp.load(target, storage_reader=CheckpointReader(folder / "moved", Layout.NATIVE))
+    except CheckpointException as error:
+        (folder / f"moved-{rank}").write_text(str(error))
+
+
 def main(rank: int, world: int, folder: Path) -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=world)
@@ -123,6 +140,7 @@ def main(rank: int, world: int, folder: Path) -> None:
         dcp.save(tensors, checkpoint_id=folder / name)
     for name, tensors in saves.items():
         read_back(folder, name, tensors, rank)
+    load_tied(folder, rank)
     # Shards in a dict: converting gathers them, on every rank.
     gathered = convert_state(saves["ep2-fsdp2"], Layout.PER_EXPERT).tensors
     if rank == 3:
@@ -139,6 +157,10 @@ def main(rank: int, world: int, folder: Path) -> None:
 def fork_ranks(world: int, folder: Path) -> int:
     """Run `main` in `world` forked processes, which share the imports above; the number that failed."""
     write_hub(folder / "hub", CONFIG, fused(state(CONFIG)))
+    both = {**state(TIED, head=False), "lm_head.weight": state(TIED)["model.embed_tokens.weight"]}
+    write_hub(folder / "tied", TIED, both)
+    both["lm_head.weight"][-1, -1] += 0.5
+    write_hub(folder / "moved", TIED, both)
     children = []
     for rank in range(world):
         child = os.fork()

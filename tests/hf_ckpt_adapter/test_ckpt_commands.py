@@ -2,6 +2,8 @@
 script."""
 
 import json
+import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -136,27 +138,37 @@ def test_diff_between_dtypes_compares_values(tmp_path: Path, hub: Path) -> None:
 
 
 def test_verify_finds_damage_of_every_kind(tmp_path: Path, hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bias = {f"model.layers.{n}.mlp.expert_bias_E": torch.arange(8.0) for n in range(2)}
+    hub = write_hub(tmp_path / "biased", config(moe=True), {**state(config(moe=True)), **bias})
+    whole = tmp_path / "whole"
+    convert(hub, whole, "per-expert")
+    assert verify(whole).ok
+
     def fresh(name: str) -> Path:
-        convert(hub, tmp_path / name, "per-expert")
-        return tmp_path / name
+        return Path(shutil.copytree(whole, tmp_path / name))
 
     flip(fresh("bit"), "model.norm.weight", 4, 3)
+    flip(fresh("bias") / "titan_state", "layers.1.moe.expert_bias_E", 4, 3)
     (fresh("marker") / "complete.json").unlink()
     (fresh("stray") / "model-00002-of-00002.safetensors").write_bytes(b"")
     (fresh("gone") / "generation_config.json").unlink()
+    (fresh("tokenizer") / "tokenizer.json").write_text("[]")
     cfg = fresh("config") / "config.json"
     text = cfg.read_text().replace('"moe_intermediate_size": 48', '"moe_intermediate_size": 84')
     cfg.write_text(text)
     for name, words in {
-        "bit": "model.norm.weight in model.safetensors",
-        "marker": "never completed",
-        "stray": "model-00002-of-00002.safetensors is not of this export",
-        "gone": "generation_config.json is missing",
-        "config": "moe_intermediate_size",
+        "bit": ["model.norm.weight in model.safetensors"],
+        "bias": ["titan_state/model.safetensors not what was written"],
+        "marker": ["never completed"],
+        "stray": ["model-00002-of-00002.safetensors is not of this export"],
+        "gone": ["generation_config.json is missing"],
+        "tokenizer": ["tokenizer.json not what was written"],
+        "config": ["config.json not what was written", "moe_intermediate_size"],
     }.items():
         code, found = run(capsys, "verify", tmp_path / name)
         failed = [c["detail"] for c in found["checks"] if not c["ok"]]
-        assert code == 1 and len(failed) == 1 and words in failed[0], (name, found)
+        assert code == 1 and len(failed) == len(words), (name, found)
+        assert all(word in detail for word, detail in zip(words, failed, strict=True)), (name, found)
 
 
 def test_a_marker_with_a_path_in_it_is_refused(tmp_path: Path, hub: Path) -> None:
@@ -245,3 +257,101 @@ def test_the_progress_line_says_bytes_speed_and_time_left() -> None:
     lines = screen.getvalue().split("\r")
     assert "1 MB of 2 MB" in lines[2] and "/s" in lines[2] and "s left" in lines[2]
     assert lines[-1].startswith("[" + "#" * 24 + "]") and lines[-1].endswith("\n")
+
+
+def test_json_is_json_for_readers_that_know_no_infinity(
+    tmp_path: Path, hub: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = config(moe=True, dtype="bfloat16")
+    changed = state(cfg, dtype=torch.bfloat16)
+    changed["model.norm.weight"][3] = float("nan")
+    write_hub(tmp_path / "nan", cfg, changed)
+    assert main(["diff", str(hub), str(tmp_path / "nan"), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    assert found["different"][0]["max"] == "inf"
+
+
+def test_names_out_of_a_file_cannot_talk_to_the_terminal(
+    tmp_path: Path, hub: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = config(moe=True, dtype="bfloat16")
+    strange = {"\x1b]0;owned!\x07": torch.zeros(1), **state(cfg, dtype=torch.bfloat16)}
+    write_hub(tmp_path / "strange", cfg, strange)
+    path = tmp_path / "strange" / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b"owned!", b"\\ud800"))  # half a character, which no encoding has
+    for arguments in (["diff", str(hub), str(tmp_path / "strange")], ["inspect", str(tmp_path / "strange")]):
+        assert main(arguments) == 1
+        out = capsys.readouterr().out
+        assert "\\ud800" in out and out.isascii() and all(c.isprintable() or c == "\n" for c in out)
+    assert main(["convert", str(tmp_path / "strange"), str(tmp_path / "out")]) == 2
+    assert "\\ud800" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    from hf_ckpt_adapter.cli import _say
+
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as stream:
+        _say("a report that nobody reads", stream)
+
+
+@pytest.mark.parametrize("size", ["0", "0.5", "-1", "inf", "1e9", "9" * 400 + "TB", "5PB", "GB", "\u0665GB", ""])
+def test_a_size_that_is_none_is_refused_in_words(hub: Path, capsys: pytest.CaptureFixture[str], size: str) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["convert", str(hub), "out", f"--max-shard-size={size}"])
+    assert stop.value.code == 2 and "is not a size; expected e.g. 5GB" in capsys.readouterr().err
+
+
+def test_an_error_comes_on_a_line_of_its_own_after_the_bar() -> None:
+    import io
+
+    from hf_ckpt_adapter.cli import _Bar
+
+    for shown, ending in ((True, "left\n"), (False, "")):
+        screen = io.StringIO()
+        bar = _Bar(screen, shown=shown)
+        bar(1_000_000, 2_000_000)
+        bar.end()
+        assert screen.getvalue().replace(" ", "").endswith(ending.replace(" ", ""))
+
+
+def test_padding_of_the_vocabulary_is_no_difference_between_a_step_and_its_export(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cfg = config(vocab_size=322)
+    hub = write_hub(tmp_path / "hub", cfg, state(cfg))
+    assert run(capsys, "convert", hub, tmp_path / "step", "--pad-vocab-to", "8")[0] == 0
+    code, found = run(capsys, "diff", tmp_path / "step", hub)
+    assert code == 0 and found["same"] == len(state(cfg))
+    assert [text.split(" in ")[0] for text in found["padding"]] == [
+        "6 padding rows of lm_head.weight",
+        "6 padding rows of model.embed_tokens.weight",
+    ]
+
+
+def test_a_few_norms_alone_are_described_with_what_they_lack(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    norms = {n: t for n, t in state(config()).items() if "q_norm" in n}
+    code, facts = run(capsys, "inspect", write_hub(tmp_path / "norms", config(), norms))
+    assert code == 1 and "0 query rows" in facts["problems"][0]
+
+
+def test_a_source_for_logits_that_is_not_there_is_refused(
+    tmp_path: Path, hub: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    convert(hub, tmp_path / "out", "per-expert")
+    code, found = run(capsys, "verify", tmp_path / "out", "--logits", tmp_path / "nowhere")
+    assert code == 2 and found["kind"] == "FileNotFoundError"
+
+
+def test_an_interrupt_with_json_prints_an_object_too(
+    hub: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_ckpt_adapter.describe.describe", stop)
+    code, found = run(capsys, "inspect", hub)
+    assert code == 130 and found == {"error": "interrupted", "kind": "KeyboardInterrupt"}

@@ -146,8 +146,27 @@ def test_vocabulary_padding_is_added_as_zeros_and_trimmed_again(tmp_path: Path) 
     assert report.trimmed == {"model.embed_tokens.weight": 6, "lm_head.weight": 6}
 
 
-def test_integers_and_flags_are_never_cast_and_wide_dtypes_come_first(tmp_path: Path) -> None:
-    # Two layers whose norms are float32 among bfloat16 weights: kept as they are without a dtype to cast to.
+def test_counters_and_flags_beside_the_weights_are_never_cast(tmp_path: Path) -> None:
+    cfg = config(moe=True)
+    counters = {
+        "layers.0.moe.tokens_per_expert_E": torch.arange(8) + (1 << 40),
+        "layers.1.moe.tokens_per_expert_E": torch.arange(8) % 2 == 0,
+        "layers.0.moe.expert_bias_E": torch.arange(8, dtype=torch.bfloat16),
+        "layers.1.moe.expert_bias_E": torch.arange(8, dtype=torch.float64) / 3,
+    }
+    native = {**convert_state(state(cfg), Layout.NATIVE).tensors, **counters}
+    dcp.save(native, checkpoint_id=tmp_path / "step", no_dist=True)
+    hub = write_hub(tmp_path / "hub", cfg, {})
+    export_step(tmp_path / "step", tmp_path / "hf", assets=hub, dtype="float64")
+    equal(load_file(tmp_path / "hf" / "titan_state" / "model.safetensors"), counters)
+    assert load_file(tmp_path / "hf" / "model.safetensors")["model.norm.weight"].dtype == torch.float64
+    convert(tmp_path / "hf", tmp_path / "again", "native")
+    got = {n: torch.zeros_like(t) for n, t in counters.items()}
+    dcp.load(got, checkpoint_id=tmp_path / "again", no_dist=True)
+    equal(got, counters)
+
+
+def test_mixed_floating_dtypes_stay_what_they_are_where_the_config_names_none(tmp_path: Path) -> None:
     cfg = {**config(), "dtype": None}
     mixed = {n: t if "norm" in n else t.to(torch.bfloat16) for n, t in state(cfg).items()}
     convert(write_hub(tmp_path / "hub", cfg, mixed), tmp_path / "step-0", "native")

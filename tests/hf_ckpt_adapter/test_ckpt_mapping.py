@@ -4,6 +4,7 @@ input."""
 import pytest
 import torch
 from hf_ckpt_adapter import Layout, convert_state, read_names
+from hf_ckpt_adapter.mapping import missing_parts
 from hf_tiny import config, equal, fused, state
 
 LAYOUTS = list(Layout)
@@ -179,6 +180,19 @@ def test_computed_buffers_are_dropped_and_named() -> None:
 def test_numbers_that_no_model_has_are_unknown_names_and_not_a_long_loop(name: str) -> None:
     with pytest.raises(ValueError, match="1 tensors that a Qwen3"):
         convert_state({**state(config()), name: torch.zeros(32)}, Layout.NATIVE)
+
+
+def test_shapes_that_stand_for_more_experts_than_any_model_has_are_refused_early() -> None:
+    layers = range(60)
+    routers = {f"model.layers.{n}.mlp.gate.weight": (100_000, 1) for n in layers}
+    with pytest.raises(ValueError, match=r"model.layers.0.mlp.gate.weight.* 100000 experts"):
+        read_names({**routers, "model.layers.0.input_layernorm.weight": (1,)})
+    stacks = {f"model.layers.{n}.mlp.experts.gate_up_proj": (9_999, 2, 1) for n in layers}
+    with pytest.raises(ValueError, match=r"more than 1000000 experts"):
+        read_names(stacks)
+    routers = {f"model.layers.{n}.mlp.gate.weight": (9_999, 1) for n in range(101)}
+    with pytest.raises(ValueError, match=r"101 layers with routers of 9999 rows"):
+        missing_parts(read_names({**routers, "model.layers.0.input_layernorm.weight": (1,)}), layers=101, experts=9_999)
 
 
 @pytest.mark.parametrize("shape", [(1 << 40, 0, 64), (100_000, 2, 1)])

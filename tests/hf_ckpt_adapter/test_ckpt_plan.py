@@ -101,6 +101,19 @@ def test_every_published_model_is_planned_in_every_layout_and_no_row_is_lost(nam
         ({"dtype": "bfloat16", "torch_dtype": "float32"}, "torch_dtype 'float32'"),
         ({"dtype": "int7"}, "unknown dtype 'int7'"),
         ({"dtype": "int8"}, "config.json says dtype 'int8'"),
+        ({"rope_parameters": {"rope_theta": 5e6}}, "rope_theta 1000000.0 and rope_parameters.rope_theta 5000000.0"),
+        ({"rope_theta": "1e6"}, "rope_theta is '1e6', expected a positive number"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps is '-1'"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings 'false'; expected true or false"),
+        ({"norm_topk_prob": "no"}, "norm_topk_prob is 'no'"),
+        ({"num_experts_per_tok": 2.5}, "num_experts_per_tok is '2.5'"),
+        ({"decoder_sparse_step": "1"}, "decoder_sparse_step is '1'"),
+        ({"mlp_only_layers": 5}, "mlp_only_layers is '5'"),
+        ({"layer_types": [["full_attention"]] * 2}, "layer_types is"),
+        ({"num_local_experts": 16}, "num_local_experts: config.json says 16, the tensors 8"),
+        ({"model_type": "llama"}, "model_type is 'llama', expected qwen3 or qwen3_moe"),
+        ({"attention_bias": True}, "attention_bias is 'True', expected false"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is .* not quantised"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused_in_words(change: dict[str, Any], words: str) -> None:
@@ -189,3 +202,17 @@ def test_no_accelerator_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_an_option_that_means_nothing_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(wrong))} is"):
         Options(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "layout", "words"),
+    [
+        (Options(experts="fused"), Layout.NATIVE, "--expert-layout"),
+        (Options(head="write"), Layout.BACKEND, "--tied-head"),
+        (Options(pad_vocab_to=8), Layout.PER_EXPERT, "--pad-vocab-to"),  # rows that config.json does not know
+        (Options(pad_vocab_to=1 << 40), Layout.NATIVE, "1099511627456 rows; an export takes fewer than 1024"),
+    ],
+)
+def test_an_option_that_would_do_nothing_or_harm_is_refused(options: Options, layout: Layout, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_plan(Shapes(state(config())), config(), layout, options)

@@ -4,6 +4,7 @@ stopped, and kill -9 at any moment leaves the old export or the new one. (Cases 
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -12,9 +13,10 @@ import time
 from pathlib import Path
 
 import pytest
-from hf_ckpt_adapter import Options, open_source, publish
+from hf_ckpt_adapter import Options, diff, open_source, publish
 from hf_ckpt_adapter import convert_checkpoint as convert
 from hf_ckpt_adapter.publish import Staging, read_marker
+from hf_ckpt_adapter.verify import verify
 from hf_tiny import config, equal, state, write_hub
 from safetensors.torch import load_file
 
@@ -304,3 +306,79 @@ def test_stale_files_of_a_killed_run_do_not_reach_the_export(tmp_path: Path, hub
     weight_map = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())["weight_map"]
     assert set(weight_map) == set(state(config(moe=True)))
     shutil.rmtree(tmp_path / "out")
+
+
+def test_a_link_to_a_folder_is_written_through(tmp_path: Path, hub: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for layout in ("per-expert", "fused"):
+        convert(hub, tmp_path / "link", layout, overwrite=True)
+        convert(hub, tmp_path / layout, layout)
+        assert (tmp_path / "link").is_symlink() and everything(tmp_path / "real") == everything(tmp_path / layout)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_link_in_the_place_of_unfinished_work_is_not_emptied(tmp_path: Path, hub: Path) -> None:
+    (tmp_path / ".out.partial").symlink_to(hub)
+    with pytest.raises(FileExistsError, match="is a link"):
+        convert(hub, tmp_path / "out", "per-expert")
+    assert (hub / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["README.md", "notes.txt", "results.json", "assets/data.json", "other.safetensors"])
+@pytest.mark.parametrize("marked", [True, False])
+def test_replacing_a_folder_throws_nothing_away_that_no_export_wrote(
+    tmp_path: Path, hub: Path, name: str, marked: bool
+) -> None:
+    convert(hub, tmp_path / "out", "native")
+    if not marked:
+        (tmp_path / "out" / "complete.json").unlink()
+    (tmp_path / "out" / name).write_text("somebody's")
+    with pytest.raises(FileExistsError, match=name):
+        convert(hub, tmp_path / "out", "per-expert", overwrite=True)
+    (tmp_path / "out" / name).unlink()
+    convert(hub, tmp_path / "out", "per-expert", overwrite=True)
+
+
+@pytest.mark.parametrize("layout", ["per-expert", "native"])
+def test_a_full_disk_is_named_with_its_file_and_the_next_run_goes_on(tmp_path: Path, hub: Path, layout: str) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (70_000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large.*goes on.*\.out\.partial"):
+            convert(hub, tmp_path / "out", layout, options=Options(max_shard_bytes=60_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "out").exists()
+    convert(hub, tmp_path / "out", layout, options=SMALL)
+    convert(hub, tmp_path / "whole", layout, options=SMALL)
+    assert everything(tmp_path / "out") == everything(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b'{"files": {}, "tensors": {}}', b"[" * 100_000, b'{"kind": "hub", "files": 1, "tensors": {}}', b"\xff", None],
+    ids=["no kind", "deep", "no files", "not utf-8", "a pipe"],
+)
+def test_a_hostile_marker_is_refused_in_words(tmp_path: Path, hub: Path, content: bytes | None) -> None:
+    if content is None:
+        os.mkfifo(hub / "complete.json")
+    else:
+        (hub / "complete.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"complete\.json"):
+        read_marker(hub)
+    assert not verify(hub).ok
+
+
+def test_more_files_than_a_process_may_open_are_read(tmp_path: Path) -> None:
+    cfg = config(moe=True, num_hidden_layers=4)
+    hub = write_hub(tmp_path / "hub", cfg, state(cfg), [[n] for n in state(cfg)])
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 80, before[1]))
+    try:
+        convert(hub, tmp_path / "fine", "per-expert", options=Options(max_shard_bytes=1))
+        convert(hub, tmp_path / "step", "native-wqkv", options=Options(max_shard_bytes=1))
+        assert diff(hub, tmp_path / "fine").equal and diff(tmp_path / "step", hub).equal
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert len(list((tmp_path / "fine").glob("*.safetensors"))) == len(state(cfg)) > 100

@@ -1,5 +1,5 @@
 """Contract: a DCP checkpoint of four gloo ranks, under any sharding, is exported by one process with no model
-built, and every bit of every expert is there. (Cases 025, 026, 035, 065.)"""
+built, and every bit of every expert is there. (Cases 008, 025, 026, 035, 065.)"""
 
 import json
 import subprocess
@@ -58,6 +58,13 @@ def test_every_sharding_is_loaded_from_a_hub_folder_and_a_rank_reads_its_share_a
         assert read == [weights - experts + experts // 4] * 4
     else:
         assert sum(read) < 2.5 * weights and max(read) < 0.75 * weights
+
+
+def test_a_tied_pair_in_a_file_is_one_matrix_on_every_rank_and_refused_on_every_rank_if_it_is_not(saved: Path) -> None:
+    """Case 008; the ranks compared the pair that is equal themselves."""
+    for rank in range(RANKS):
+        words = (saved / f"moved-{rank}").read_text()
+        assert "'lm_head.weight' and 'model.embed_tokens.weight' differ by up to 0.5" in words
 
 
 def test_two_shardings_of_one_model_do_not_differ(saved: Path) -> None:

@@ -56,7 +56,17 @@ def test_all_missing_shards_are_named_before_any_tensor_is_read(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     "place",
-    ["../../etc/passwd", "/etc/passwd", "a/../../b.safetensors", "../x.safetensors", "x.bin", "", ".."],
+    [
+        "../../etc/passwd",
+        "/etc/passwd",
+        "a/../../b.safetensors",
+        "../x.safetensors",
+        "x.bin",
+        "",
+        "..",
+        "x" * 300 + ".safetensors",
+        "\ud800.safetensors",
+    ],
 )
 def test_an_index_that_points_out_of_its_folder_is_refused(tmp_path: Path, place: str) -> None:
     folder = sharded(tmp_path / "hub")
@@ -159,6 +169,7 @@ HOSTILE = {
     "extra field": {"t": {**entry(), "more": 1}},
     "not an object": {"t": 5},
     "list": ["t"],
+    "nothing, and much of it": {"t": entry(), "u": entry(shape=(0, 1 << 70), offsets=(64, 64))},
     "huge shape": {"t": entry(shape=(1 << 62, 1 << 62, 1 << 62))},
     "metadata no strings": {"__metadata__": {"a": 1}, "t": entry()},
     "not json": b"{",

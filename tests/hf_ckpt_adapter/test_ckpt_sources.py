@@ -2,29 +2,39 @@
 network."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from hf_ckpt_adapter import convert_checkpoint as convert
+from hf_ckpt_adapter import export_step
 from hf_ckpt_adapter.sources import find, open_source
 from hf_tiny import config, equal, state, write_hub
 from safetensors.torch import load_file
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Hub cache with one model, laid out as huggingface_hub lays it out: snapshots of links into blobs."""
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
-    repository = tmp_path / "cache" / "models--Qwen--Tiny"
+def put_in_cache(repository: Path, source: Path) -> Path:
+    """Move a folder into a Hub cache as huggingface_hub lays it out: a snapshot of links into blobs."""
     snapshot = repository / "snapshots" / "abc123"
     blobs = repository / "blobs"
     for folder in (snapshot, blobs, repository / "refs"):
         folder.mkdir(parents=True)
     (repository / "refs" / "main").write_text("abc123")
-    for i, path in enumerate(sorted(write_hub(tmp_path / "plain", config(), state(config())).iterdir())):
+    for i, path in enumerate(p for p in sorted(source.rglob("*")) if p.is_file()):
+        link = snapshot / path.relative_to(source)
+        link.parent.mkdir(exist_ok=True)
         path.rename(blobs / f"blob{i}")
-        (snapshot / path.name).symlink_to(os.path.relpath(blobs / f"blob{i}", snapshot))
+        link.symlink_to(os.path.relpath(blobs / f"blob{i}", link.parent))
     return repository
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A Hub cache with one model."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    plain = write_hub(tmp_path / "plain", config(), state(config()))
+    return put_in_cache(tmp_path / "cache" / "models--Qwen--Tiny", plain)
 
 
 @pytest.mark.parametrize("name", ["Qwen/Tiny", "Qwen/Tiny@main", "Qwen/Tiny@abc123"])
@@ -63,3 +73,69 @@ def test_a_revision_that_points_out_of_the_cache_is_refused(cache: Path) -> None
     (cache / "refs" / "evil").write_text("../../..")
     with pytest.raises(FileNotFoundError, match="no snapshot"):
         find("Qwen/Tiny@evil")
+
+
+@pytest.mark.parametrize("kind", ["hub", "dcp"])
+def test_an_export_with_native_only_state_and_a_step_are_read_from_the_cache_too(tmp_path: Path, kind: str) -> None:
+    cfg = config(moe=True)
+    bias = {f"model.layers.{n}.mlp.expert_bias_E": torch.arange(8.0) + n for n in range(2)}
+    hub = write_hub(tmp_path / "plain", cfg, {**state(cfg), **bias})
+    convert(hub, tmp_path / "folder", "per-expert" if kind == "hub" else "native")
+    repository = put_in_cache(tmp_path / "models--us--Tiny", tmp_path / "folder")
+    convert(repository, tmp_path / "step", "native")
+    export_step(tmp_path / "step", tmp_path / "back")
+    equal(load_file(tmp_path / "back" / "model.safetensors"), state(cfg))
+    kept = load_file(tmp_path / "back" / "titan_state" / "model.safetensors")
+    assert {n: t.tolist() for n, t in kept.items()} == {
+        f"layers.{n}.moe.expert_bias_E": [float(n + e) for e in range(8)] for n in range(2)
+    }
+
+
+@pytest.mark.parametrize("inner", ["assets", "titan_state", ".metadata"])
+def test_a_linked_folder_or_metadata_needs_permission(tmp_path: Path, inner: str) -> None:
+    cfg = config(moe=True)
+    bias = {f"model.layers.{n}.mlp.expert_bias_E": torch.arange(8.0) for n in range(2)}
+    hub = write_hub(tmp_path / "plain", cfg, {**state(cfg), **bias})
+    convert(hub, tmp_path / "folder", "per-expert" if inner == "titan_state" else "native")
+    shutil.move(tmp_path / "folder" / inner, tmp_path / "elsewhere")
+    (tmp_path / "folder" / inner).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=rf"{inner} is a link to .*elsewhere.*--follow-symlinks"):
+        convert(tmp_path / "folder", tmp_path / "out", "fused")
+    convert(tmp_path / "folder", tmp_path / "out", "fused", follow_symlinks=True)
+
+
+def test_a_folder_with_both_formats_is_not_guessed_at(tmp_path: Path) -> None:
+    hub = write_hub(tmp_path / "hub", config(), state(config()))
+    convert(hub, tmp_path / "step", "native")
+    shutil.copy(hub / "model.safetensors", tmp_path / "step")
+    with pytest.raises(ValueError, match=r"\.metadata\) and model.safetensors: which of them is the model"):
+        open_source(tmp_path / "step")
+
+
+def test_a_file_or_an_empty_name_is_not_taken_for_a_hub_id_or_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_hub(tmp_path / "hub", config(), state(config()))
+    monkeypatch.chdir(tmp_path / "hub")
+    with pytest.raises(FileNotFoundError, match="name of the checkpoint is empty"):
+        find("")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match="is a file; expected the folder"):
+        find("hub/model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"HF_HUB_CACHE": "~/cache"}, {"HUGGINGFACE_HUB_CACHE": "$HOME/cache"}, {"HF_HUB_CACHE": "", "HF_HOME": "~/x/.."}],
+)
+def test_the_cache_is_where_huggingface_hub_has_it(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    monkeypatch.delenv("HF_HUB_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    if "HF_HOME" in variables:
+        (tmp_path / "x").mkdir()
+        (tmp_path / "cache").rename(tmp_path / "hub")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert find("Qwen/Tiny").is_dir()

@@ -134,3 +134,14 @@ def test_a_tied_pair_with_padding_is_compared_without_it(tmp_path: Path) -> None
     folder = hub(tmp_path / "hub", tied_state(**{HEAD: head, EMBED: embed}))
     convert(folder, tmp_path / "out", "per-expert")
     equal(out(tmp_path / "out"), tied_state())
+
+
+@pytest.mark.parametrize("layout", [Layout.NATIVE, Layout.PER_EXPERT])
+def test_a_tied_state_dict_whose_head_is_another_is_refused_and_not_thrown_away(layout: Layout) -> None:
+    tensors = tied_state(**{HEAD: tied_state()[EMBED].clone()})
+    tensors[HEAD][0, 0] = tensors[EMBED][0, 0] = float("nan")  # the same bits are the same number
+    convert_state(tensors, layout, tied=True)
+    tensors[HEAD][-1, -1] += 0.5
+    with pytest.raises(ValueError, match="ties lm_head to the embedding, but in this state they differ"):
+        convert_state(tensors, layout, tied=True)
+    equal(convert_state(tensors, Layout.PER_EXPERT).tensors, tensors)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_ckpt_adapter import convert_checkpoint, diff, export_step
+from hf_ckpt_adapter import Options, convert_checkpoint, diff, export_step
 from hf_ckpt_adapter.cli import main
 
 transformers = pytest.importorskip("transformers")
@@ -106,6 +106,15 @@ def test_verify_logits_passes_for_an_export_and_fails_for_another_model(
         assert main(["verify", str(tmp_path / "hf"), "--logits", str(tmp_path / source)]) == 0
         assert "transformers: 0 missing, 0 unexpected, largest float32 difference 0 " in capsys.readouterr().out
     assert main(["verify", str(tmp_path / "hf"), "--logits", str(tmp_path / "stranger")]) == 1
+    capsys.readouterr()
+    # A source with padding is the same model; one of another shape is said to be none.
+    convert_checkpoint(tmp_path / "source", tmp_path / "padded", "native", options=Options(pad_vocab_to=48))
+    assert main(["verify", str(tmp_path / "hf"), "--logits", str(tmp_path / "padded")]) == 0
+    transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**{**TINY, "vocab_size": 640}, **MOE)).save_pretrained(
+        tmp_path / "larger"
+    )
+    assert main(["verify", str(tmp_path / "hf"), "--logits", str(tmp_path / "larger")]) == 1
+    assert "these are two models: lm_head.weight is [320, 64]" in capsys.readouterr().out
 
 
 def test_verify_logits_works_with_qwen3_core_where_that_is_what_is_installed(

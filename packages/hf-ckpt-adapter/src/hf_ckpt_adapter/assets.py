@@ -7,7 +7,8 @@ Sizes come from the tensors. What tensors cannot tell (theta, eps, top-k, tying,
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from .safetensors_io import parse_json, regular_file
 from .tensors import WEIGHT_DTYPES, dtype_named
 
 __all__ = [
+    "ASSET_FILES",
     "Sizes",
     "asset_files",
     "check_config",
@@ -44,6 +46,7 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 _COPIED = ("generation_config.json", *TOKENIZER_FILES)
+ASSET_FILES = ("config.json", *_COPIED)
 # Facts without which a Qwen3 cannot be run and that no tensor holds.
 _NEEDED = ("rms_norm_eps",)
 _NEEDED_MOE = ("num_experts_per_tok", "norm_topk_prob")
@@ -72,8 +75,15 @@ def load_config(folder: Path, *, follow_symlinks: bool = False) -> dict[str, Any
 
 def tied(config: Mapping[str, Any]) -> bool:
     """Whether embedding and head are one matrix. Only the outermost setting counts; absent means untied,
-    as in transformers' Qwen3Config."""
-    return bool(config.get("tie_word_embeddings", False))
+    as in transformers' Qwen3Config.
+
+    Raises:
+        ValueError: it is neither true nor false.
+    """
+    value = config.get("tie_word_embeddings")
+    if value is not None and not isinstance(value, bool):
+        raise ValueError(f"config.json says tie_word_embeddings {value!r}; expected true or false")
+    return bool(value)
 
 
 def stored_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
@@ -145,7 +155,7 @@ def sizes_of(reading: Reading) -> Sizes:
     sizes = {name: value for name, (value, _) in found.items()}
     head_dim = sizes.get("head_dim", 0)
     for rows in ("query rows", "key rows"):
-        if head_dim == 0 or sizes.get(rows, 0) % head_dim:
+        if head_dim == 0 or not sizes.get(rows) or sizes[rows] % head_dim:
             raise ValueError(f"{sizes.get(rows, 0)} {rows} are not a whole number of heads of {head_dim} (from q_norm)")
     return Sizes(
         vocab_size=sizes.get("vocab_size", 0),
@@ -161,10 +171,56 @@ def sizes_of(reading: Reading) -> Sizes:
 
 
 def rope_theta(config: Mapping[str, Any]) -> float | None:
-    """Theta under its old place (`rope_theta`) or its new one (`rope_parameters.rope_theta`)."""
+    """Theta under its old place (`rope_theta`) or its new one (`rope_parameters.rope_theta`).
+
+    Raises:
+        ValueError: the two are both there and differ.
+    """
     nested = config.get("rope_parameters")
-    value = nested.get("rope_theta") if isinstance(nested, Mapping) else None
-    return config.get("rope_theta") if value is None else value
+    new, old = nested.get("rope_theta") if isinstance(nested, Mapping) else None, config.get("rope_theta")
+    if None not in (new, old) and new != old:
+        raise ValueError(f"config.json says rope_theta {old!r} and rope_parameters.rope_theta {new!r}; which one?")
+    return old if new is None else new
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(v, (int, str)) for v in value)
+
+
+# What is read of a config beside sizes: each may be absent, and is of this kind when it is there.
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "num_experts": (lambda v: v == 0 or _is_count(v), "a whole number"),
+    "rope_theta": (_is_number, "a positive number"),
+    "rms_norm_eps": (_is_number, "a positive number"),
+    "num_experts_per_tok": (_is_count, "a positive whole number"),
+    "norm_topk_prob": (lambda v: isinstance(v, bool), "true or false"),
+    "decoder_sparse_step": (_is_count, "a positive whole number"),
+    "mlp_only_layers": (_is_list, "a list of layers"),
+    "layer_types": (_is_list, "a list with a word for each layer"),
+    "model_type": (lambda v: v in ("qwen3", "qwen3_moe"), "qwen3 or qwen3_moe"),
+    # What the tensors have none of.
+    "attention_bias": (lambda v: v is False, "false: there are no biases among the tensors"),
+    "quantization_config": (lambda v: False, "none: the tensors are not quantised. Remove it"),
+}
+
+
+def _check_kinds(config: Mapping[str, Any]) -> None:
+    found = {**config, "rope_theta": rope_theta(config)}
+    wrong = [
+        f"{name} is {str(found[name])[:80]!r}, expected {expected}"
+        for name, (fits, expected) in _KINDS.items()
+        if found.get(name) is not None and not fits(found[name])
+    ]
+    if wrong:
+        raise ValueError("config.json is not of this model: " + "; ".join(wrong))
 
 
 def check_config(config: Mapping[str, Any], sizes: Sizes, *, vocab_size: int) -> dict[str, Any]:
@@ -176,7 +232,8 @@ def check_config(config: Mapping[str, Any], sizes: Sizes, *, vocab_size: int) ->
         vocab_size: rows of the embedding that will be written (padding already trimmed).
 
     Raises:
-        ValueError: a size that the config states and the tensors deny, or a fact that is in neither.
+        ValueError: a size that the config states and the tensors deny, a fact that is in neither, or one that
+            means nothing.
     """
     told: dict[str, int] = {
         "vocab_size": vocab_size,
@@ -190,7 +247,10 @@ def check_config(config: Mapping[str, Any], sizes: Sizes, *, vocab_size: int) ->
         told["intermediate_size"] = sizes.intermediate_size
     if sizes.num_experts:
         told["num_experts"] = sizes.num_experts
+        if "num_local_experts" in config:  # transformers' second name for it
+            told["num_local_experts"] = sizes.num_experts
         told["moe_intermediate_size"] = sizes.moe_intermediate_size
+    _check_kinds(config)
     wrong = [
         f"{name}: config.json says {config[name]!r}, the tensors {value}"
         for name, value in told.items()

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import re
 import sys
 import time
@@ -31,6 +33,7 @@ class _Bar:
         self._stream, self._shown = stream, shown
         self._begun, self._last = time.monotonic(), 0.0
         self._first: int | None = None
+        self._open = False
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
@@ -45,13 +48,20 @@ class _Bar:
         bar = "#" * (width * done // max(total, 1))
         amount = f"{size_text(done)} of {size_text(total)}"
         text = f"[{bar:<{width}}] {amount}, {size_text(speed)}/s, {left:.0f} s left"
-        self._stream.write(f"\r{text:<90}" + ("\n" if done >= total else ""))
+        self._open = done < total
+        self._stream.write(f"\r{text:<90}" + ("" if self._open else "\n"))
         self._stream.flush()
+
+    def end(self) -> None:
+        """Leave a line that stopped in the middle."""
+        if self._open:
+            self._stream.write("\n")
+            self._open = False
 
 
 def _bytes(text: str) -> int:
     """`5GB`, `500MB` or a number of bytes; decimal units, as the Hub counts."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)[bB]?", text)
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]+)?)\s*([kKmMgGtT]?)[bB]?", text)
     units = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
     size = int(float(match[1]) * units[match[2].lower()]) if match else 0
     if size < 1:
@@ -60,7 +70,7 @@ def _bytes(text: str) -> int:
 
 
 def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
+    if not re.fullmatch(r"[0-9]{1,18}", text) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return int(text)
 
@@ -160,7 +170,9 @@ def _convert(arguments: argparse.Namespace, bar: _Bar) -> tuple[int, Any]:
 def _inspect(arguments: argparse.Namespace, bar: _Bar) -> tuple[int, Any]:
     from .describe import describe
 
-    found = describe(arguments.checkpoint, values=arguments.values, follow_symlinks=arguments.follow_symlinks)
+    found = describe(
+        arguments.checkpoint, values=arguments.values, follow_symlinks=arguments.follow_symlinks, progress=bar
+    )
     return (DIFFERENT if found.problems else OK), found
 
 
@@ -189,15 +201,45 @@ def _run(command: Callable[[argparse.Namespace, _Bar], tuple[int, Any]], argumen
     try:
         code, result = command(arguments, bar)
     except KeyboardInterrupt:
-        print("\ninterrupted; the same command goes on where it stopped", file=sys.stderr)
-        return INTERRUPTED
+        again = "; the same command goes on where it stopped" if command is _convert else ""
+        return _failed(arguments, bar, f"interrupted{again}", "KeyboardInterrupt", INTERRUPTED)
     except (ValueError, OSError) as error:
-        if arguments.json:
-            print(json.dumps({"error": str(error), "kind": type(error).__name__}))
-        print(f"error: {error}", file=sys.stderr)
-        return REFUSED
-    print(json.dumps(result.to_dict(), indent=2) if arguments.json else result.summary())
+        return _failed(arguments, bar, f"error: {error}", type(error).__name__, REFUSED)
+    bar.end()
+    _say(_json(result.to_dict(), indent=2) if arguments.json else result.summary(), sys.stdout)
     return code
+
+
+def _failed(arguments: argparse.Namespace, bar: _Bar, text: str, kind: str, code: int) -> int:
+    bar.end()
+    if arguments.json:
+        _say(_json({"error": text.removeprefix("error: "), "kind": kind}), sys.stdout)
+    _say(text, sys.stderr)
+    return code
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    """JSON that any reader takes: a number that it does not have is a word (`inf`, `nan`)."""
+
+    def plain(item: Any) -> Any:
+        if isinstance(item, dict):
+            return {key: plain(v) for key, v in item.items()}
+        if isinstance(item, (list, tuple)):
+            return [plain(v) for v in item]
+        return str(item) if isinstance(item, float) and not math.isfinite(item) else item
+
+    return json.dumps(plain(value), indent=indent, allow_nan=False)
+
+
+def _say(text: str, stream: TextIO) -> None:
+    """Print what may hold names out of a hostile file: no control characters, nothing that the terminal's encoding
+    lacks. A reader that has left (`| head`) is no error."""
+    text = "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    encoding = stream.encoding or "utf-8"
+    try:
+        print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

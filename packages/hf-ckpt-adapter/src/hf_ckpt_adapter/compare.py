@@ -15,7 +15,7 @@ import torch
 
 from .assets import load_config, tied
 from .mapping import Piece, Reading, Shape, Target, natural, read_names
-from .plan import EMBED, HEAD, Output, resolve
+from .plan import EMBED, HEAD, Output, resolve, vocabulary
 from .sources import assets_of, find, open_source
 from .stream import blocks
 from .tensors import TensorInfo, TensorSource
@@ -45,12 +45,14 @@ class Difference:
 
 @dataclass
 class Comparison:
-    """What differs; `same` counts the parts that agree in every bit (or in value, between dtypes)."""
+    """What differs; `same` counts the parts that agree in every bit (or in value, between dtypes). `padding` says
+    which rows were left aside because the config does not count them as vocabulary."""
 
     same: int = 0
     different: list[Difference] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     extra: list[str] = field(default_factory=list)
+    padding: list[str] = field(default_factory=list)
 
     @property
     def equal(self) -> bool:
@@ -64,23 +66,32 @@ class Comparison:
         for d in self.different:
             at = f"first at {list(d.index)}, {d.count} elements, max {d.max:.6g}, mean {d.mean:.6g}"
             lines.append(f"  {d.part}: {at if d.why == 'value' else d.detail} ({d.a} / {d.b})")
+        lines += [f"  not compared: {text}" for text in self.padding]
         lines += [f"  only in A: {name}" for name in self.missing]
         lines += [f"  only in B: {name}" for name in self.extra]
         return "\n".join(lines)
 
 
 class Model:
-    """A checkpoint opened as parts; `config` is its config.json, or empty when it has none."""
+    """A checkpoint opened as parts; `config` is its config.json, or empty when it has none. Rows that only pad the
+    vocabulary are not in `parts`; `padding` has their number."""
 
     def __init__(self, name: str | Path, *, follow_symlinks: bool = False) -> None:
         self.folder = find(name)
         self.source: TensorSource = open_source(self.folder, follow_symlinks=follow_symlinks)
         self.reading: Reading = read_names({n: i.shape for n, i in self.source.tensors.items()})
         try:
-            self.config = load_config(assets_of(self.folder), follow_symlinks=follow_symlinks)
+            assets = assets_of(self.folder, follow_symlinks=follow_symlinks)
+            self.config = load_config(assets, follow_symlinks=follow_symlinks)
         except FileNotFoundError:
             self.config = {}
         self.parts: dict[str, Shape] = dict(self.reading.parts)
+        self.padding: dict[str, int] = {}
+        for part in {EMBED, HEAD} & self.parts.keys():
+            rows, *cols = self.parts[part]
+            self.parts[part] = (vocabulary(self.config, rows), *cols)
+            if self.parts[part][0] != rows:
+                self.padding[part] = rows - self.parts[part][0]
         if tied(self.config) and HEAD not in self.parts and EMBED in self.parts:
             self.parts[HEAD], self.reading.runs[HEAD] = self.parts[EMBED], self.reading.runs[EMBED]
 
@@ -167,6 +178,9 @@ def diff(
     one, other = (Model(x, follow_symlinks=follow_symlinks) for x in (a, b))
     try:
         result = Comparison(
+            padding=[
+                f"{n} padding rows of {p} in {m.folder}" for m in (one, other) for p, n in sorted(m.padding.items())
+            ],
             missing=sorted(one.parts.keys() - other.parts.keys(), key=natural) + one.reading.unexpected,
             extra=sorted(other.parts.keys() - one.parts.keys(), key=natural) + other.reading.unexpected,
         )

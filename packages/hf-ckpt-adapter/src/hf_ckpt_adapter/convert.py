@@ -83,12 +83,12 @@ def convert_checkpoint(
     """
     begun = time.monotonic()
     folder, out, layout, options = find(source), Path(out), Layout(layout), options or Options()
-    assets_dir = Path(assets) if assets is not None else assets_of(folder)
+    assets_dir = Path(assets) if assets is not None else assets_of(folder, follow_symlinks=follow_symlinks)
     config = load_config(assets_dir, follow_symlinks=follow_symlinks)
     opened = open_source(folder, follow_symlinks=follow_symlinks)
     try:
         plan = make_plan(opened, config, layout, options)
-        side = read_side_state(opened, plan.reading, folder)
+        side = read_side_state(opened, plan.reading, folder, follow_symlinks=follow_symlinks)
         plan.check_side(side)
         staging = Staging(out, _fingerprint(folder, plan, options), overwrite=overwrite, write_once=write_once)
         report = _begin_report(folder, out, opened, plan)

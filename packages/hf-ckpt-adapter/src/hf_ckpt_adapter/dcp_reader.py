@@ -63,10 +63,10 @@ class CheckpointReader(StorageReader):
         if layout in HUB_LAYOUTS:
             raise ValueError(f"layout is {layout.value!r}: DCP loads into TorchTitan's names (native or backend)")
         folder = find(source)
-        config = load_config(assets_of(folder), follow_symlinks=follow_symlinks)
+        config = load_config(assets_of(folder, follow_symlinks=follow_symlinks), follow_symlinks=follow_symlinks)
         self._source = open_source(folder, follow_symlinks=follow_symlinks)
         plan = make_plan(self._source, config, layout, options or Options())
-        side = read_side_state(self._source, plan.reading, folder)
+        side = read_side_state(self._source, plan.reading, folder, follow_symlinks=follow_symlinks)
         plan.check_side(side)
         self.config = plan.config
         self._side = plan.side_names(side)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from .assets import sizes_of, tied
 from .compare import Model
@@ -66,7 +66,13 @@ class Description:
         return "\n".join(lines + [f"  problem: {p}" for p in self.problems] + ["  healthy"] * (not self.problems))
 
 
-def describe(name: str | Path, *, values: bool = False, follow_symlinks: bool = False) -> Description:
+def describe(
+    name: str | Path,
+    *,
+    values: bool = False,
+    follow_symlinks: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Description:
     """Look at a checkpoint's names and shapes; with `values`, read it all and count what is not a finite
     number.
 
@@ -75,12 +81,12 @@ def describe(name: str | Path, *, values: bool = False, follow_symlinks: bool = 
     """
     model = Model(name, follow_symlinks=follow_symlinks)
     try:
-        return _describe(model, values)
+        return _describe(model, values, progress)
     finally:
         model.close()
 
 
-def _describe(model: Model, values: bool) -> Description:
+def _describe(model: Model, values: bool, progress: Callable[[int, int], None]) -> Description:
     tensors, reading = model.source.tensors, model.reading
     moe = bool(reading.experts)
     result = Description(
@@ -91,7 +97,7 @@ def _describe(model: Model, values: bool) -> Description:
         model=str(model.config.get("model_type", "qwen3_moe" if moe else "qwen3")),
         tied=tied(model.config) if model.config else None,
         tensors=len(tensors),
-        parameters=sum(torch.Size(i.shape).numel() for i in tensors.values()),
+        parameters=sum(math.prod(i.shape) for i in tensors.values()),
         bytes=sum(i.nbytes for i in tensors.values()),
         files=len({i.file for i in tensors.values()}),
         side_state=sorted(reading.side),
@@ -112,9 +118,13 @@ def _describe(model: Model, values: bool) -> Description:
     except ValueError as error:
         result.problems.append(str(error))
     if values:
+        total, done = sum(model.output(part).info.nbytes for part in reading.parts), 0
         for part in reading.parts:
-            output = model.output(part)
-            bad = sum(int((~t.isfinite()).sum()) for _, t in blocks(model.source, output, output.reads))
+            output, bad = model.output(part), 0
+            for data, tensor in blocks(model.source, output, output.reads):
+                bad += int((~tensor.isfinite()).sum())
+                done += len(data)
+                progress(done, total)
             if bad:
                 result.problems.append(f"{part} holds {bad} values that are not finite ({model.place(part)})")
     return result

@@ -62,7 +62,7 @@ def compare_logits(export: str, source: str) -> dict[str, Any]:
     """Missing and unexpected names of the export, and the largest logit difference to `source`.
 
     Raises:
-        ValueError: neither Transformers nor qwen3-core is installed.
+        ValueError: neither Transformers nor qwen3-core is installed, or the two are not of one shape.
     """
     builders: dict[str, Build] = {"transformers": _with_transformers, "qwen3_core": _with_qwen3_core}
     library = next((n for n in builders if importlib.util.find_spec(n)), None)
@@ -70,6 +70,12 @@ def compare_logits(export: str, source: str) -> dict[str, Any]:
         raise ValueError("comparing logits needs transformers or qwen3-core; neither is installed here")
     one, other = Model(export), Model(source)
     try:
+        differ = [part for part in one.parts.keys() & other.parts.keys() if one.parts[part] != other.parts[part]]
+        if differ:
+            part = min(differ)
+            raise ValueError(
+                f"these are two models: {part} is {list(one.parts[part])} in {export} and {list(other.parts[part])} in {source}"
+            )
         state, dtypes = _state(one)
         reference = {p: t.to(dtypes[p]).float() if p in dtypes else t for p, t in _state(other)[0].items()}
         tokens = torch.randint(0, state["model.embed_tokens.weight"].shape[0], (1, TOKENS), generator=_seed())

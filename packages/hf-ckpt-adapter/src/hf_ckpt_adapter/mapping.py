@@ -44,7 +44,9 @@ __all__ = [
 ]
 
 Shape = tuple[int, ...]
-MAX_EXPERTS = 9999  # a bound on what a shape in a hostile header can make us list
+# Bounds on what shapes in a hostile header can make us list; Qwen3-235B-A22B has 128 experts and 37,000 tensors.
+MAX_EXPERTS = 9999
+MAX_PARTS = 1_000_000
 
 
 class Op(Enum):
@@ -89,6 +91,7 @@ def _same(part: str, native: str) -> tuple[Spelling, Spelling]:
 
 _EXPERT = "model.layers.{}.mlp.experts.{}."
 _GATE, _UP, _DOWN = (_EXPERT + p for p in ("gate_proj.weight", "up_proj.weight", "down_proj.weight"))
+_ROUTER = "model.layers.{}.mlp.gate.weight"
 _ATTN, _QKV = "model.layers.{}.self_attn.", "layers.{}.attention.qkv_linear."
 _QKV_PARTS = tuple(_ATTN + p for p in ("q_proj.weight", "k_proj.weight", "v_proj.weight"))
 _TITAN_EXPERTS = "routed_experts.inner_experts."
@@ -119,18 +122,18 @@ SPELLINGS: tuple[Spelling, ...] = (
     *_same("model.layers.{}.mlp.down_proj.weight", "layers.{}.feed_forward.w2.weight"),  # [D, F]
     # Mixture of experts
     Spelling(
-        "model.layers.{}.mlp.gate.weight",  # [E, D]
+        _ROUTER,  # [E, D]
         frozenset({Layout.PER_EXPERT, Layout.FUSED}),
         Op.RENAME,
-        ("model.layers.{}.mlp.gate.weight",),
+        (_ROUTER,),
     ),
     Spelling(
         "model.layers.{}.mlp.router.gate.weight",
         frozenset({Layout.BACKEND}),
         Op.RENAME,
-        ("model.layers.{}.mlp.gate.weight",),
+        (_ROUTER,),
     ),
-    Spelling("layers.{}.moe.router.gate.weight", _NATIVE, Op.RENAME, ("model.layers.{}.mlp.gate.weight",)),
+    Spelling("layers.{}.moe.router.gate.weight", _NATIVE, Op.RENAME, (_ROUTER,)),
     *(Spelling(part, frozenset({Layout.PER_EXPERT}), Op.RENAME, (part,)) for part in (_GATE, _UP, _DOWN)),
     Spelling("model.layers.{}.mlp.experts.gate_up_proj", frozenset({Layout.FUSED}), Op.GATE_UP, (_GATE, _UP)),
     Spelling("model.layers.{}.mlp.experts.down_proj", frozenset({Layout.FUSED}), Op.STACK, (_DOWN,)),
@@ -369,18 +372,20 @@ def read_names(shapes: Mapping[str, Shape], *, dialect: str | None = None) -> Re
         if spelling.op is Op.DROP:
             reading.dropped.append(stored)
             continue
-        if spelling.op is Op.SIDE:
-            reading.side[side_name(name)] = stored
-            continue
         shape = tuple(shapes[stored])
         if 0 in shape:
             raise ValueError(f"{stored!r} has shape {list(shape)}: there is nothing in it")
-        if len(shape) == 3 and shape[0] > MAX_EXPERTS:
-            raise ValueError(f"{stored!r} has {shape[0]} experts; up to {MAX_EXPERTS} are read")
-        ndim = 3 if spelling.op in (Op.STACK, Op.GATE_UP) else 1 if "norm" in pattern else 2
+        ndim = 3 if spelling.op in (Op.STACK, Op.GATE_UP) else 1 if spelling.op is Op.SIDE or "norm" in pattern else 2
         if len(shape) != ndim:
             raise ValueError(f"{stored!r} has shape {list(shape)}; expected {ndim} dimensions")
+        if spelling.op is Op.SIDE:
+            reading.side[side_name(name)] = stored
+            continue
+        if (ndim == 3 or spelling.parts == (_ROUTER,)) and shape[0] > MAX_EXPERTS:
+            raise ValueError(f"{stored!r} has {shape[0]} experts; up to {MAX_EXPERTS} are read")
         parts = spelling.parts
+        if ndim == 3 and len(reading.parts) + len(parts) * shape[0] > MAX_PARTS:
+            raise ValueError(f"{stored!r} and those before it hold more than {MAX_PARTS} experts; no model has so many")
         if spelling.op in (Op.STACK, Op.GATE_UP):
             parts = tuple(p.format(numbers[0], e) for p in parts for e in range(shape[0]))
         else:
@@ -422,11 +427,16 @@ def missing_parts(reading: Reading, *, layers: int, experts: int = 0, tied: bool
     A layer counts as MoE when it has a router or any expert; it must then have all `experts` of them.
     """
     wanted: list[str] = []
+    moe = {n for n in range(layers) if n in reading.experts or _ROUTER.format(n) in reading.parts}
+    if len(moe) * experts > MAX_PARTS:
+        raise ValueError(
+            f"{len(moe)} layers with routers of {experts} rows: more than {MAX_PARTS} experts; no model has so many"
+        )
     for spelling in SPELLINGS:
         if spelling.op is not Op.RENAME or spelling.name != spelling.parts[0]:
             continue
         part = spelling.name
-        if part == "model.layers.{}.mlp.gate.weight" or ".experts." in part:
+        if part == _ROUTER or ".experts." in part:
             kind = "moe"
         elif ".mlp." in part:
             kind = "dense"
@@ -437,8 +447,7 @@ def missing_parts(reading: Reading, *, layers: int, experts: int = 0, tied: bool
                 wanted.append(part)
             continue
         for layer in range(layers):
-            moe = layer in reading.experts or f"model.layers.{layer}.mlp.gate.weight" in reading.parts
-            if kind == "any" or kind == ("moe" if moe else "dense"):
+            if kind == "any" or kind == ("moe" if layer in moe else "dense"):
                 if part.count("{}") == 2:
                     wanted.extend(part.format(layer, e) for e in range(experts))
                 else:

@@ -7,7 +7,6 @@ experts that are not all there. Then `convert.py` only moves rows.
 from __future__ import annotations
 
 import difflib
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -30,7 +29,7 @@ from .mapping import (
 )
 from .tensors import WEIGHT_DTYPES, TensorInfo, TensorSource
 
-__all__ = ["Options", "Output", "Plan", "Read", "make_plan", "refuse_unexpected", "resolve"]
+__all__ = ["Options", "Output", "Plan", "Read", "make_plan", "refuse_unexpected", "resolve", "vocabulary"]
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # The most rows that rounding a vocabulary up for tensor parallelism adds; more is not padding but a wrong
@@ -210,7 +209,7 @@ def fit_config(config: Mapping[str, Any], sizes: Sizes, vocab_size: int) -> dict
     kind = "qwen3_moe" if sizes.num_experts else "qwen3"
     result = {**config, **told, "vocab_size": vocab_size, "model_type": kind}
     types = config.get("layer_types")
-    if types and len(set(types)) == 1:
+    if isinstance(types, list) and types and all(t == types[0] for t in types):
         result["layer_types"] = [types[0]] * sizes.num_hidden_layers
     return result
 
@@ -232,6 +231,7 @@ def make_plan(source: TensorSource, config: Mapping[str, Any], layout: Layout, o
     parts = dict(reading.parts)
     wanted = options.dtype or (stored_dtype(config) if layout in HUB_LAYOUTS else None)
     plan = Plan(layout, config=dict(config), tie=tied(config), dtype=wanted, reading=reading)
+    _refuse_idle_options(plan, options)
     plan.notes += getattr(source, "notes", ())
     twin = _settle_tie(plan, parts, options)
     plan.missing = _check_complete(parts, reading, plan.tie, options)
@@ -255,6 +255,19 @@ def make_plan(source: TensorSource, config: Mapping[str, Any], layout: Layout, o
         head, embed = (write_names({part: (1, 1)}, layout)[0].name for part in (HEAD, EMBED))
         plan.aliases[head] = embed
     return plan
+
+
+def _refuse_idle_options(plan: Plan, options: Options) -> None:
+    """An option that could change nothing in this layout is a mistake to be told of."""
+    idle = {
+        "experts (--expert-layout)": options.experts != "per-expert" and not plan.to_hub,
+        "head (--tied-head)": options.head != "omit" and not plan.to_hub,
+        "pad_vocab_to (--pad-vocab-to)": options.pad_vocab_to != 1 and plan.to_hub,
+    }
+    for name, wrong in idle.items():
+        if wrong:
+            kind = "a Hugging Face folder, whose vocabulary is that of config.json" if plan.to_hub else "TorchTitan"
+            raise ValueError(f"{name} has no meaning in layout {plan.layout.value!r}, for {kind}. Leave it out.")
 
 
 def _settle_tie(plan: Plan, parts: dict[str, Shape], options: Options) -> str | None:
@@ -307,16 +320,25 @@ def _size_vocabulary(plan: Plan, parts: dict[str, Shape], options: Options) -> i
     """Trim embedding and head to the config's vocabulary and pad them to a multiple; the rows that come from
     the source."""
     stored = plan.sizes.vocab_size
-    stated = plan.config.get("vocab_size", stored)
-    vocab = stored
-    if isinstance(stated, int) and 0 < stored - stated < MAX_PADDING and not options.fit_config:
-        vocab = stated
-        plan.trimmed = {p: stored - stated for p in (EMBED, HEAD) if p in parts}
-    padded = math.ceil(vocab / options.pad_vocab_to) * options.pad_vocab_to
+    vocab = stored if options.fit_config else vocabulary(plan.config, stored)
+    if vocab != stored:
+        plan.trimmed = {p: stored - vocab for p in (EMBED, HEAD) if p in parts}
+    padded = vocab + -vocab % options.pad_vocab_to
+    if padded - vocab >= MAX_PADDING:
+        raise ValueError(
+            f"a vocabulary of {vocab} padded to a multiple of {options.pad_vocab_to} gets {padded - vocab} rows; an "
+            f"export takes fewer than {MAX_PADDING} for padding. Choose a smaller multiple (pad_vocab_to)."
+        )
     for part in (EMBED, HEAD):
         if part in parts:
             parts[part] = (padded, *parts[part][1:])
     return vocab
+
+
+def vocabulary(config: Mapping[str, Any], rows: int) -> int:
+    """Rows of a stored embedding or head that are vocabulary; the rest is padding."""
+    stated = config.get("vocab_size")
+    return stated if type(stated) is int and 0 < rows - stated < MAX_PADDING else rows
 
 
 def _settle_config(plan: Plan, vocab: int, options: Options) -> None:

@@ -15,8 +15,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import hashlib
 import json
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -24,15 +26,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-__all__ = ["MARKER", "UNFINISHED", "Staging", "is_unfinished", "read_marker", "refuse_unfinished"]
+from .assets import ASSET_FILES
+from .safetensors_io import parse_json, regular_file
+
+__all__ = ["MARKER", "UNFINISHED", "Staging", "file_sum", "is_unfinished", "read_marker", "refuse_unfinished"]
 
 MARKER = "complete.json"
 UNFINISHED = "unfinished"
 _PLAN = "plan.json"
 MAX_MARKER = 256 << 20
-# What a folder that may be replaced consists of; anything else in it is somebody's.
-_CHECKPOINT_FILES = (".safetensors", ".json", ".txt", ".jinja", ".model", ".distcp", ".metadata", ".md")
-_CHECKPOINT_FOLDERS = ("assets", "titan_state", UNFINISHED)
+# What a folder that may be replaced consists of, beside what its marker names; anything else in it is somebody's.
+_CHECKPOINT_FILES = re.compile(r"model[\w.-]*\.safetensors(\.index\.json)?|__\d+_\d+\.distcp|\.metadata")
 
 
 def is_unfinished(folder: Path) -> bool:
@@ -51,18 +55,32 @@ def refuse_unfinished(folder: Path) -> None:
 
 def read_marker(folder: Path) -> dict[str, Any] | None:
     """The marker of a completed folder; None when there is none (this package did not write it)."""
-    path = folder / MARKER
-    try:
-        if path.stat().st_size > MAX_MARKER:
-            raise ValueError(f"{path} has {path.stat().st_size} bytes; up to {MAX_MARKER} are read")
-        marker = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    if not os.path.lexists(folder / MARKER):
         return None
-    except ValueError as error:
-        raise ValueError(f"{path} is not a completeness marker: {error}") from None
-    if not isinstance(marker, dict) or not all(isinstance(marker.get(k), dict) for k in ("files", "tensors")):
-        raise ValueError(f"{path} is not a completeness marker: it lacks files or tensors")
+    path = regular_file(folder, MARKER, follow_symlinks=True)  # its content is trusted no more than its place
+    if path.stat().st_size > MAX_MARKER:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes; up to {MAX_MARKER} are read")
+    marker = parse_json(path.read_bytes(), f"{path}: the completeness marker")
+    if (
+        not isinstance(marker, dict)
+        or marker.get("kind") not in ("hub", "dcp")
+        or not all(isinstance(marker.setdefault(k, {}), dict) for k in ("files", "sums", "tensors"))
+    ):
+        raise ValueError(
+            f"{path} is not a completeness marker: kind, files, sums or tensors are not what they should be"
+        )
     return marker
+
+
+def _ours_by_name(name: str) -> bool:
+    folder, _, leaf = name.rpartition("/")
+    return folder in ("", "assets", "titan_state") and (leaf in ASSET_FILES or bool(_CHECKPOINT_FILES.fullmatch(leaf)))
+
+
+def file_sum(path: Path) -> str:
+    """sha256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:
@@ -110,11 +128,14 @@ class Staging:
     """
 
     def __init__(self, out: Path, fingerprint: str, *, overwrite: bool = False, write_once: bool = False) -> None:
-        self.out = out = Path(os.path.abspath(out))
+        # Where a link leads is the folder that is replaced, not the link.
+        self.out = out = Path(os.path.realpath(out))
         self.write_once = write_once
         self.folder = out if write_once else out.parent / f".{out.name}.partial"
         self._journal = self.folder / UNFINISHED
         self._check(overwrite)
+        if self.folder.is_symlink():
+            raise FileExistsError(f"{self.folder} is a link; what was left in it would be removed. Remove the link.")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = self._take_lock()
         self.done: dict[str, Any] = {}
@@ -132,14 +153,18 @@ class Staging:
                 f"{self.out} exists and is not empty. Choose another folder"
                 + ("." if self.write_once else ", or replace it as a whole (overwrite=True, --overwrite).")
             )
+        ours = {MARKER}
+        with suppress(ValueError):  # a marker that cannot be read vouches for nothing
+            ours |= (read_marker(self.out) or {"files": {}})["files"].keys()
+        names = [str(p.relative_to(self.out)) for p in sorted(self.out.rglob("*")) if not p.is_dir() or p.is_symlink()]
         foreign = [
-            p.name
-            for p in self.out.iterdir()
-            if not (p.name in _CHECKPOINT_FOLDERS if p.is_dir() else p.name.endswith(_CHECKPOINT_FILES))
+            name
+            for name in names
+            if name not in ours and not (name.startswith(f"{UNFINISHED}/") or _ours_by_name(name))
         ]
         if foreign:
             raise FileExistsError(
-                f"{self.out} holds {', '.join(sorted(foreign)[:5])}, not part of a checkpoint; the folder "
+                f"{self.out} holds {', '.join(foreign[:5])}, not part of a checkpoint; the folder "
                 "is not replaced. Choose another, or move them out."
             )
 
@@ -201,10 +226,16 @@ class Staging:
     @contextmanager
     def _opened(self, path: Path) -> Iterator[BinaryIO]:
         temporary = path if self.write_once else path.with_name(path.name + ".tmp")
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with open(temporary, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            if error.filename is None and error.errno is not None:  # a full disk does not say which
+                hint = f"{error.strerror} (what is finished is kept; make room, and the same command goes on)"
+                raise OSError(error.errno, hint, str(temporary)) from error
+            raise
         if temporary != path:
             os.replace(temporary, path)
 
@@ -230,9 +261,11 @@ class Staging:
             for p in sorted(self.folder.rglob("*"))
             if p.is_file() and p.parent != self._journal
         }
+        # Files of tensors have a sum for each tensor; the rest are small.
+        sums = {name: file_sum(self.folder / name) for name in sizes if name not in self.done}
         self._write(
             self.folder / MARKER,
-            json.dumps({**marker, "files": sizes}, indent=1, sort_keys=True).encode() + b"\n",
+            json.dumps({**marker, "files": sizes, "sums": sums}, indent=1, sort_keys=True).encode() + b"\n",
         )
         _sync_folder(self.folder)
         if not self.write_once:

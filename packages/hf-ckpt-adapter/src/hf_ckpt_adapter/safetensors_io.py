@@ -40,7 +40,7 @@ INDEX_NAME = "model.safetensors.index.json"
 # costs up to ten times its size in memory.
 MAX_HEADER = 16 << 20
 MAX_INDEX = 64 << 20
-MAX_OPEN = 64  # of the 1,024 files that a process may have open; a checkpoint of many ranks has more
+MAX_OPEN = 32  # of the 1,024 files that a process may have open; a checkpoint of many ranks has more
 
 
 def regular_file(folder: Path, name: str, *, follow_symlinks: bool = False) -> Path:

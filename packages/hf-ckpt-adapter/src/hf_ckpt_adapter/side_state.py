@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from .mapping import Reading
-from .safetensors_io import SafetensorsFolder, header_bytes, tensor_order
+from .safetensors_io import SafetensorsFolder, header_bytes, inner_folder, tensor_order
 from .tensors import TensorInfo, TensorSource, buffer
 
 __all__ = ["SIDE_FILE", "read_side_state", "side_file_bytes"]
@@ -25,7 +25,9 @@ MAX_SIDE_STATE = 64 << 20
 _NAME = re.compile(r"layers\.(0|[1-9][0-9]{0,3})\.moe\.(expert_bias_E|tokens_per_expert_E)")
 
 
-def read_side_state(source: TensorSource, reading: Reading, folder: Path) -> dict[str, torch.Tensor]:
+def read_side_state(
+    source: TensorSource, reading: Reading, folder: Path, *, follow_symlinks: bool = False
+) -> dict[str, torch.Tensor]:
     """Native-only state by native name: from the checkpoint itself, or from the side file of an export.
 
     Raises:
@@ -33,11 +35,10 @@ def read_side_state(source: TensorSource, reading: Reading, folder: Path) -> dic
     """
     if reading.side:
         return _read(source, reading.side, str(folder))
-    if not (folder / SIDE_FOLDER).is_dir():
+    home = inner_folder(folder, SIDE_FOLDER, follow_symlinks=follow_symlinks)
+    if not home.is_dir():
         return {}
-    if (folder / SIDE_FOLDER).resolve().parent != folder.resolve():
-        raise ValueError(f"{folder / SIDE_FOLDER} is a link out of its folder; refused")
-    side = SafetensorsFolder(folder / SIDE_FOLDER)
+    side = SafetensorsFolder(home, follow_symlinks=follow_symlinks)
     try:
         strange = [n for n in side.tensors if not _NAME.fullmatch(n)]
         if strange:
@@ -54,6 +55,8 @@ def _read(source: TensorSource, names: Mapping[str, str], where: str) -> dict[st
     state = {}
     for name, stored in sorted(names.items()):
         info = source.tensors[stored]
+        if len(info.shape) != 1:
+            raise ValueError(f"{where}: {stored!r} has shape {list(info.shape)}; expected one number for each expert")
         data, state[name] = buffer(info.dtype, info.shape)
         source.read_rows(stored, 0, data)
     return state

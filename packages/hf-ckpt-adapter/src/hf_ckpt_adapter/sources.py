@@ -9,9 +9,9 @@ import os
 import re
 from pathlib import Path
 
-from .dcp_io import DcpFolder, is_dcp
+from .dcp_io import METADATA, DcpFolder, is_dcp
 from .publish import refuse_unfinished
-from .safetensors_io import SafetensorsFolder
+from .safetensors_io import SafetensorsFolder, inner_folder
 from .tensors import TensorSource
 
 __all__ = ["ASSETS", "assets_of", "find", "open_source"]
@@ -22,10 +22,9 @@ _HUB_ID = re.compile(r"^(?P<org>[A-Za-z0-9][\w.-]*)/(?P<name>[A-Za-z0-9][\w.-]*)
 
 def _cache() -> Path:
     """The Hub cache, by the variables that huggingface_hub reads."""
-    if "HF_HUB_CACHE" in os.environ:
-        return Path(os.environ["HF_HUB_CACHE"])
-    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")) / "huggingface"
-    return Path(home).expanduser() / "hub"
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
+    return Path(os.path.expandvars(os.path.expanduser(named)))
 
 
 def find(name: str | os.PathLike[str]) -> Path:
@@ -36,6 +35,10 @@ def find(name: str | os.PathLike[str]) -> Path:
         FileNotFoundError: no such thing here, with the command that would fetch a Hub id.
     """
     folder = Path(name)
+    if not os.fspath(name):
+        raise FileNotFoundError("the name of the checkpoint is empty; expected a folder or a Hub id (org/name)")
+    if folder.is_file():
+        raise FileNotFoundError(f"{name} is a file; expected the folder that it lies in")
     if folder.is_dir():
         if folder.name.startswith("models--") and (folder / "snapshots").is_dir():
             return _snapshot(folder, "main")
@@ -73,6 +76,12 @@ def open_source(folder: Path, *, follow_symlinks: bool = False) -> TensorSource:
     """
     refuse_unfinished(folder)
     if is_dcp(folder):
+        weights = sorted(p.name for p in folder.glob("*.safetensors"))
+        if weights:
+            raise ValueError(
+                f"{folder} holds a DCP checkpoint ({METADATA}) and {', '.join(weights[:3])}: which of them is the model? "
+                "Move one of them to a folder of its own."
+            )
         return DcpFolder(folder, follow_symlinks=follow_symlinks)
     if next(folder.glob("*.distcp"), None) is not None:
         raise FileNotFoundError(
@@ -82,7 +91,7 @@ def open_source(folder: Path, *, follow_symlinks: bool = False) -> TensorSource:
     return SafetensorsFolder(folder, follow_symlinks=follow_symlinks)
 
 
-def assets_of(folder: Path) -> Path:
+def assets_of(folder: Path, *, follow_symlinks: bool = False) -> Path:
     """Where a checkpoint keeps its config and tokenizer: beside the weights on the Hub, in `assets/` for
     DCP."""
-    return folder / ASSETS if is_dcp(folder) else folder
+    return inner_folder(folder, ASSETS, follow_symlinks=follow_symlinks) if is_dcp(folder) else folder

@@ -45,7 +45,7 @@ def convert_state(
 
     Raises:
         ValueError: names that the table does not know (all counted, five shown), adapters, collisions,
-            experts that are not all there.
+            experts that are not all there, a tied head that is not the embedding.
 
     A DTensor that must be unfolded is gathered, which every rank of its mesh has to take part in.
     """
@@ -56,6 +56,8 @@ def convert_state(
     if tied and HEAD in parts and EMBED not in parts:
         parts[EMBED], reading.runs[EMBED] = parts[HEAD], reading.runs[HEAD]
     if tied:
+        if HEAD in parts and EMBED in parts:
+            _refuse_different_head(*(state[reading.runs[part][0].tensor] for part in (HEAD, EMBED)))
         parts.pop(HEAD, None)
         if not hub and EMBED in parts:
             parts[HEAD], reading.runs[HEAD] = parts[EMBED], reading.runs[EMBED]
@@ -65,6 +67,22 @@ def convert_state(
         result.tensors[target.name] = _build(target, reading, state, gathered)
     result.side = {name: state[stored] for name, stored in reading.side.items()}
     return result
+
+
+def _refuse_different_head(head: torch.Tensor, embed: torch.Tensor) -> None:
+    """A tied head is the embedding; of shards, those of this rank are compared."""
+    if head is embed or head.is_meta or embed.is_meta:
+        return
+    if head.shape == embed.shape and head.dtype == embed.dtype:
+        one, other = (t.to_local() if hasattr(t, "to_local") else t for t in (head, embed))
+        if one.shape != other.shape or one.data_ptr() == other.data_ptr():  # sharded in two ways, or one tensor
+            return
+        if torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)):
+            return
+    raise ValueError(
+        f"the model ties lm_head to the embedding, but in this state they differ: {list(head.shape)} {head.dtype} and "
+        f"{list(embed.shape)} {embed.dtype}. Remove the head, or convert as untied."
+    )
 
 
 def _build(

@@ -14,7 +14,7 @@ from typing import Any
 from .assets import load_config
 from .mapping import Layout
 from .plan import Options, Output, Read, make_plan
-from .publish import MARKER, UNFINISHED, read_marker
+from .publish import MARKER, UNFINISHED, file_sum, read_marker
 from .sources import assets_of, find, open_source
 from .stream import blocks
 from .tensors import TensorSource
@@ -59,13 +59,13 @@ def verify(
     follow_symlinks: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Verification:
-    """Check marker, file sizes, every tensor's checksum, config against shapes, a second reader's opinion,
+    """Check marker, file sizes, the checksum of every tensor and of every other file, config against shapes, a second reader's opinion,
     and, with `logits`, that the model computes what another checkpoint of it computes.
 
     Raises:
-        FileNotFoundError: no such folder.
+        FileNotFoundError: no such folder, here or for `logits`.
     """
-    folder = find(name)
+    folder, other = find(name), find(logits) if logits is not None else None
     result = Verification(str(folder))
 
     def check(what: str, run: Callable[[], str]) -> bool:
@@ -80,12 +80,13 @@ def verify(
         return result
     if not check("files", lambda: _files(folder, marker)):
         return result
+    check("other files", lambda: _others(folder, marker))
     if check("tensors", lambda: _tensors(folder, marker, follow_symlinks, progress)):
         check("config", lambda: _config(folder, follow_symlinks))
         if marker["kind"] == "hub":
             check("second reader", lambda: _second_reader(folder))
-        if logits is not None:
-            check("logits", lambda: _logits(folder, find(logits)))
+        if other is not None:
+            check("logits", lambda: _logits(folder, other))
     return result
 
 
@@ -106,7 +107,7 @@ def _files(folder: Path, marker: dict[str, Any]) -> str:
         if not path.is_file():
             wrong.append(f"{file} is missing")
         elif path.stat().st_size != size:
-            wrong.append(f"{file} has {path.stat().st_size} bytes, expected {size}")
+            wrong.append(f"{file} has {path.stat().st_size} bytes, expected {str(size)[:40]}")
     known = {*marker["files"], MARKER}
     extra = [
         str(p.relative_to(folder))
@@ -117,6 +118,14 @@ def _files(folder: Path, marker: dict[str, Any]) -> str:
     if wrong:
         raise ValueError("; ".join(wrong))
     return f"{len(marker['files'])} files of the recorded sizes, no stray weights"
+
+
+def _others(folder: Path, marker: dict[str, Any]) -> str:
+    """Files that are not made of summed tensors: config, tokenizer, index, native-only state."""
+    wrong = [file for file, sum in marker["sums"].items() if file in marker["files"] and file_sum(folder / file) != sum]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)} not what was written")
+    return f"{len(marker['sums'])} checksums agree"
 
 
 def checksum(source: TensorSource, name: str, count: Callable[[int], None] = lambda size: None) -> str:
@@ -159,7 +168,7 @@ def _tensors(
 
 
 def _config(folder: Path, follow_symlinks: bool) -> str:
-    config = load_config(assets_of(folder), follow_symlinks=follow_symlinks)
+    config = load_config(assets_of(folder, follow_symlinks=follow_symlinks), follow_symlinks=follow_symlinks)
     source = open_source(folder, follow_symlinks=follow_symlinks)
     try:
         plan = make_plan(source, config, Layout.PER_EXPERT, Options(on_untied="drop", allow_missing_head=True))
@@ -188,7 +197,8 @@ def _logits(folder: Path, other: Path) -> str:
     command = [sys.executable, "-m", f"{__package__}.logits", str(folder), str(other)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode != 0:
-        raise ValueError((result.stderr.strip().splitlines() or ["failed without a word"])[-1])
+        last = (result.stderr.strip().splitlines() or ["failed without a word"])[-1]
+        raise ValueError(last.removeprefix("ValueError: "))
     found = json.loads(result.stdout.strip().splitlines()[-1])
     text = (
         f"{found['with']}: {len(found['missing'])} missing, {len(found['unexpected'])} unexpected, largest "
