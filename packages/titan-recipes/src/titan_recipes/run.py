@@ -87,9 +87,7 @@ def build_config(options: Options) -> Any:
             prog=f"apps/train {options.recipe.name}",
             console_outputs=os.environ.get("RANK", "0") == "0",
         )
-    except (
-        AssertionError
-    ) as error:  # how some of TorchTitan's configs refuse a value; tyro itself says what is a ValueError
+    except AssertionError as error:  # some of TorchTitan's configs refuse a value so; tyro itself reports ValueErrors
         raise UserError(f"An option has a value that TorchTitan refuses: {error}.") from None
     heed_flags(recipes_data, config.dataloader)
     if config.training.steps < 1:
