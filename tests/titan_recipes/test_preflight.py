@@ -162,6 +162,9 @@ def test_data_named_on_the_command_line_are_read_in_the_place_of_the_recipes(tmp
             tmp_path, f"--dataloader.{option}", "own/data", name="debug_finetune"
         ).dataloader.all_sources()
         assert (source.path or source.hub, source.documents, source.format) == ("own/data", None, "chat")
+    for option in ("--dataloader.dataset", "--dataloader.dataset=python-docs"):
+        arguments = (option,) if "=" in option else (option, "python-docs")
+        assert built(tmp_path, *arguments, name="debug_finetune").dataloader.documents is None
     with pytest.raises(UserError, match="name one"):
         built(tmp_path, "--dataloader.dataset", "own/data", "--dataloader.dataset_path", "own/data")
 

@@ -12,7 +12,7 @@ Shapes: B = local batch, S = sequence length, N = documents.
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -208,17 +208,17 @@ def _warn_once(text: str) -> None:
     log.warning(text)  # TorchTitan builds a loader for each validation
 
 
-def heed_flags(before: Any, after: Any) -> None:
-    """Data named on the command line (`after` has them, `before` is the recipe's) are read in the place of the recipe's."""
-    if not isinstance(before, TextDataLoader.Config) or not isinstance(after, TextDataLoader.Config):
+def heed_flags(config: Any, given: Collection[str]) -> None:
+    """Data that the command line names (`given`: its options' names) are read in the place of the recipe's."""
+    if not isinstance(config, TextDataLoader.Config):
         return
-    path, hub = after.dataset_path != before.dataset_path, after.dataset != before.dataset
-    if path and hub:
+    path, dataset = "dataloader.dataset_path" in given, "dataloader.dataset" in given
+    if path and dataset:
         raise UserError("Both dataloader.dataset_path and dataloader.dataset are given: name one.")
-    if path or hub:
-        after.documents, after.sources = None, ()
-    if hub:
-        after.dataset_path = None
+    if path or dataset:
+        config.documents, config.sources = None, ()
+    if dataset:
+        config.dataset_path = None
 
 
 def _batch(samples: Sequence[Sample]) -> Batch:

@@ -77,7 +77,6 @@ def build_config(options: Options) -> Any:
     for line in apply_device_defaults(config, options.device):
         say(f"{options.device}: {line}")
     ConfigManager()  # registers TorchTitan's parsing rules
-    recipes_data = config.dataloader
     try:
         config = tyro.cli(
             type(config),
@@ -87,11 +86,10 @@ def build_config(options: Options) -> Any:
             prog=f"apps/train {options.recipe.name}",
             console_outputs=os.environ.get("RANK", "0") == "0",
         )
-    except (
-        AssertionError
-    ) as error:  # how some of TorchTitan's configs refuse a value; tyro itself says what is a ValueError
+    except AssertionError as error:  # some of TorchTitan's configs refuse a value so; tyro itself reports ValueErrors
         raise UserError(f"An option has a value that TorchTitan refuses: {error}.") from None
-    heed_flags(recipes_data, config.dataloader)
+    given = {argument.partition("=")[0].lstrip("-").replace("-", "_") for argument in options.titan_args}
+    heed_flags(config.dataloader, given)
     if config.training.steps < 1:
         raise UserError(f"training.steps {config.training.steps} is no run; give 1 or more.")
     if options.profile:
@@ -101,8 +99,7 @@ def build_config(options: Options) -> Any:
         if config.training.steps < TRACED_STEP:
             raise UserError(f"--profile traces step {TRACED_STEP}; give it --training.steps {TRACED_STEP} or more.")
     if options.mode is not None:
-        named = any(argument.partition("=")[0] == "--training.steps" for argument in options.titan_args)
-        prepare(config, options.mode, None if named else STEPS)
+        prepare(config, options.mode, None if "training.steps" in given else STEPS)
     return config
 
 

@@ -127,9 +127,7 @@ class Trainer(titan.Trainer):
         def run(model_parts: list[torch.nn.Module], step: int) -> None:
             try:
                 validate(model_parts, step)
-            except (
-                ZeroDivisionError
-            ):  # TorchTitan divides by the labels of all ranks: some steps of long prompts have none
+            except ZeroDivisionError:  # TorchTitan divides by the number of labels: a few steps of prompts have none
                 log.warning("step %d: the validator's batches had no label, so there is no validation loss", step)
                 for part in model_parts:
                     part.train()
