@@ -306,6 +306,14 @@ def trace_all(R: int, E: int, D: int, F: int, lnc: int, dtype: torch.dtype) -> N
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize(
+    "counts", [[2 if i % 3 else 0 for i in range(160)], [0] * 159 + [300]], ids=["few each", "one owns all"]
+)
+def test_160_experts(counts: list[int]) -> None:
+    check_grouped(nki_moe.grouped_mlp, counts, sum(counts) + 1, D, F, BF16)
+
+
+@pytest.mark.soak
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 12),

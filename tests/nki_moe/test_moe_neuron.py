@@ -51,10 +51,8 @@ def test_compiles_whole_and_once_whatever_the_counts(dynamic: bool) -> None:
         with torch.no_grad():
             assert torch.equal(compiled(x, counts_E, *weights), nki_moe.grouped_mlp(x, counts_E, *weights)), counts
     assert counter.frame_count == 1
-    for counts in ([1, 2, 3], [0, 39, 1]):
-        counts_E = torch.tensor(counts)
-        found, eager = (with_gradients(f, x, counts_E, *weights) for f in (compiled, nki_moe.grouped_mlp))
-        assert all(torch.equal(found[name], eager[name]) for name in eager), counts
+    found, eager = (with_gradients(f, x, torch.tensor([0, 39, 1]), *weights) for f in (compiled, nki_moe.grouped_mlp))
+    assert all(torch.equal(found[name], eager[name]) for name in eager)
     assert counter.frame_count == 2  # one more, with gradients
 
 

@@ -84,9 +84,8 @@ def routed_mlp(
             f"with T = {x_TD.shape[0]}, the tokens of x"
         )
     E, chosen_R = w1_EFD.shape[0], experts_TK.flatten().long()
-    chosen_R = torch.where(
-        (chosen_R >= 0) & (chosen_R < E), chosen_R, E
-    )  # one more than there are: for used_rows to find
+    # what is no expert is of one more, last and uncounted, for need_counts to find
+    chosen_R = torch.where((chosen_R >= 0) & (chosen_R < E), chosen_R, E)
     counts_E = torch.zeros(E + 1, dtype=torch.int64, device=x_TD.device)
     counts_E = counts_E.scatter_add(0, chosen_R, torch.ones_like(chosen_R))[:E]
     return _run(provider, x_TD, counts_E, w1_EFD, w2_EDF, w3_EFD, chosen_R.argsort(stable=True), scores_TK)
