@@ -4,8 +4,8 @@ In forward, a unit's flat all-gather output lives on until the next unit is gath
 has one rank there is no flat buffer, but a cast of each parameter in turn.
 """
 
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Iterable, Iterator
+from functools import cached_property, lru_cache
 
 from neuron_parallel.quantity import Quantity
 from neuron_parallel.report import Entry, Group
@@ -20,42 +20,83 @@ class Buffers:
     def __init__(self, unit: Unit, a: int, r: int, p: int) -> None:
         self.unit = unit
         self.a, self.r, self.p = Quantity(a, "a"), Quantity(r, "r"), Quantity(p, "p")
-        parts, shared = unit.parts, [part for part in unit.parts if part.ranks > 1]
-        gathered, reducing, held = "gathered parameters", "gradient buffers", unit.held(self.p)
-        self.parameters = Group.of(Entry("parameters", unit.name, held))
-        self.moments = Group((2, Entry("moments", unit.name, held)))
-        self.roots = Group.of(Entry("working", f"roots of {unit.name}'s second moments", held))
-        self.gathered = Group.of(*(Entry(gathered, part.name, part.full(self.a)) for part in parts))
-        self.flat = Group.of(*(self._flat(part) for part in shared))
+
+    @cached_property
+    def parameters(self) -> Group:
+        return Group.of(Entry("parameters", self.unit.name, self.unit.held(self.p)))
+
+    @cached_property
+    def moments(self) -> Group:
+        return Group((2, Entry("moments", self.unit.name, self.unit.held(self.p))))
+
+    @cached_property
+    def roots(self) -> Group:
+        return Group.of(Entry("working", f"roots of {self.unit.name}'s second moments", self.unit.held(self.p)))
+
+    @cached_property
+    def gathered(self) -> Group:
+        return Group.of(*self._full(self.unit.parts))
+
+    @cached_property
+    def flat(self) -> Group:
         """All-gather outputs."""
-        self.last_flat = Group.of(self._flat(parts[-1]))
+        return Group.of(*(self._flat(part) for part in self.unit.parts if part.ranks > 1))
+
+    @cached_property
+    def last_flat(self) -> Group:
         """Of the unit's last gather, which lives until the next unit's."""
-        self.copied = Group.of(*self._copied(parts[-1]))
+        return Group.of(self._flat(self.unit.parts[-1]))
+
+    @cached_property
+    def copied(self) -> Group:
         """While its last part is gathered: experts that are divided by another dimension than the first, once more; without a group,
         the cast of a parameter, of which there is one at a time."""
-        self.gathering = [
+        return Group.of(*self._copied(self.unit.parts[-1]))
+
+    @cached_property
+    def gathering(self) -> list[Group]:
+        """Part by part in backward, where each flat buffer goes with its copy."""
+        parts = self.unit.parts
+        return [
             Group.of(
-                *(Entry(gathered, other.name, other.full(self.a)) for other in parts[: number + 1]),
-                *(self._flat(other) for other in parts[number:]),
-                *self._copied(part),
+                *self._full(parts[: number + 1]), *(self._flat(other) for other in parts[number:]), *self._copied(part)
             )
             for number, part in enumerate(parts)
         ]
-        """Part by part in backward, where each flat buffer goes with its copy."""
-        casts = [Entry(gathered, f"cast of {part.name}", part.reduced(self.a)) for part in shared[-1:] if a != p]
-        self.ahead = Group((1, self.flat), *((1, entry) for entry in casts))
+
+    @cached_property
+    def ahead(self) -> Group:
         """When its gather has only begun: flat buffers, and the cast of this core's share of the part begun last (each part's cast
         goes when its own all-gather has begun)."""
-        self.unreduced = Group.of(*(self._gradients(part, self.a) for part in parts))
-        self.summed = Group.of(
-            *(Entry(reducing, f"unreduced gradients of {part.name}", part.full(self.r)) for part in parts)
-        )
+        last = [part for part in self.unit.parts if part.ranks > 1 and self.a.value != self.p.value][-1:]
+        casts = (Entry("gathered parameters", f"cast of {part.name}", part.reduced(self.a)) for part in last)
+        return Group((1, self.flat), *((1, entry) for entry in casts))
+
+    @cached_property
+    def unreduced(self) -> Group:
+        return Group.of(*(self._gradients(part, self.a) for part in self.unit.parts))
+
+    @cached_property
+    def summed(self) -> Group:
         """Over the micro-batches of a pipeline."""
-        self.inputs = Group.of(*(self._input(part) for part in parts))
+        name = "unreduced gradients of"
+        return Group.of(
+            *(Entry("gradient buffers", f"{name} {part.name}", part.full(self.r)) for part in self.unit.parts)
+        )
+
+    @cached_property
+    def inputs(self) -> Group:
         """Of reduce-scatters in flight."""
-        self.outputs = Group.of(*(self._output(part) for part in parts))
+        return Group.of(*(self._input(part) for part in self.unit.parts))
+
+    @cached_property
+    def outputs(self) -> Group:
         """Of reductions, where they are other tensors than the gradients."""
-        self.reduced = Group.of(*(Entry("gradients", part.name, part.reduced(self.p)) for part in parts))
+        return Group.of(*(self._output(part) for part in self.unit.parts))
+
+    @cached_property
+    def reduced(self) -> Group:
+        return Group.of(*(Entry("gradients", part.name, part.reduced(self.p)) for part in self.unit.parts))
 
     def _reduction(self, each: Quantity, in_order: bool, new: bool, held: bool) -> list[tuple[str, Group]]:
         """See the function of that name. `each`: bytes of an element of the gradients."""
@@ -76,6 +117,9 @@ class Buffers:
             before += [Entry("gradients", part.name, part.reduced(self.p))] if new else []
             before += [out] if held else []
         return moments
+
+    def _full(self, parts: Iterable[Part]) -> Iterator[Entry]:
+        return (Entry("gathered parameters", part.name, part.full(self.a)) for part in parts)
 
     def _copied(self, part: Part) -> Iterator[Entry]:
         yield Entry("gathered parameters", f"split {part.name}", part.splits(self.a))
