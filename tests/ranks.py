@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 
-def run_ranks(function: Callable[..., Any], nproc: int, *args: Any, timeout: float = 120) -> list[Any]:
+def run_ranks(function: Callable[..., Any], nproc: int, *args: Any, timeout: float = 300) -> list[Any]:
     """Call `function(rank, *args)` on `nproc` ranks with torchrun's environment and a gloo group; results by rank.
 
     Raises AssertionError with the tracebacks, each headed by its rank, when a rank raised, died or took too long.

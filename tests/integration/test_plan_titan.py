@@ -86,7 +86,7 @@ def starts(plan, shape, world):
 def in_child(plan, shape, world):
     """`starts` in a forked process: SPMD types remember meshes of process groups that are gone."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
-        return pool.submit(starts, plan, shape, world).result(timeout=120)
+        return pool.submit(starts, plan, shape, world).result(timeout=300)
 
 
 GOOD, BAD = drawn(3, 16, 3)
