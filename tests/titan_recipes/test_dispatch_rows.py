@@ -6,7 +6,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from titan_recipes import dispatch_rows
 from titan_recipes.dispatch_rows import combine_rows, pack, pack_all, packed_rows, segment, take_rows
+from torch.utils._python_dispatch import TorchDispatchMode
 
 T, K, E, D = 37, 3, 6, 8
 
@@ -116,3 +118,43 @@ def test_any_number_of_tokens_has_its_rows(tokens, block):
     out_TD = combine_rows(take_rows(x_TD, placement) * 2, placement, scores_TK)
     torch.testing.assert_close(out_TD, 2 * x_TD * scores_TK.sum(1, keepdim=True))
     assert [g.shape for g in torch.autograd.grad(out_TD.sum(), [x_TD, scores_TK])] == [(tokens, D), (tokens, K)]
+
+
+def scored(rows_a_block, monkeypatch, dtype=torch.bfloat16):
+    """Result and gradients of `combine_rows`, and the largest float32 result of an operator in backward."""
+    monkeypatch.setattr(dispatch_rows, "BLOCK_ROWS", rows_a_block)
+    expert_TK = routing(tokens=400, experts=8).clamp(max=4)  # half of the experts are elsewhere
+    placement, _ = pack(expert_TK, 4, packed_rows(400 * K, 4, 1))
+    generator = torch.Generator().manual_seed(0)
+    y_RD = torch.randn(1200, 64, generator=generator).to(dtype)
+    y_RD[~placement.filled_R] = math.nan
+    scores_TK = torch.rand(400, K, generator=generator, requires_grad=True)
+    y_RD.requires_grad_()
+    with Largest() as forward:
+        out_TD = combine_rows(y_RD, placement, scores_TK)
+    dout_TD = torch.randn(out_TD.shape, generator=generator).to(dtype)
+    with Largest() as backward:
+        gradients = torch.autograd.grad(out_TD, [y_RD, scores_TK], dout_TD)
+    return (out_TD.detach(), *gradients), forward.elements, backward.elements
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest float32 tensor that an operator makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.dtype is torch.float32:
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+def test_a_combination_is_in_float32_a_sixteenth_at_a_time_and_no_number_changes(monkeypatch):
+    """Rows are as many as the fullest routing needs: three float32 copies of all of them were most of a rank's memory."""
+    whole, *all_rows = scored(1200, monkeypatch)
+    parts, *sixteenths = scored(1, monkeypatch)
+    assert all_rows == [1200 * 64, 1200 * 64] and sixteenths == [75 * 64, 75 * 64]
+    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(whole, parts, strict=True))
+    wide = (scored(rows, monkeypatch, torch.float32)[0] for rows in (1200, 1))
+    assert all(torch.equal(a, b) for a, b in zip(*wide, strict=True))

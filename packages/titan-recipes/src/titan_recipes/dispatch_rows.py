@@ -15,6 +15,9 @@ from torch.autograd.function import once_differentiable
 
 __all__ = ["Placement", "combine_rows", "pack", "pack_all", "packed_rows", "segment", "take_rows"]
 
+BLOCKS, BLOCK_ROWS = 16, 1024
+"""`combine_rows` goes through rows in so many blocks at most, of so many rows at least."""
+
 
 class Placement(NamedTuple):
     """Which row each choice has, and which choice each row."""
@@ -136,12 +139,16 @@ class _CombineRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y_RD: torch.Tensor, scores_TK: torch.Tensor | None, *placement: Any) -> torch.Tensor:
         _keep(ctx, placement, *(() if scores_TK is None else (y_RD, scores_TK)))
-        y_TKD = _choices(y_RD, Placement(*placement))
+        p = Placement(*placement)
         if scores_TK is None:
-            return y_TKD.sum(1)
-        # not bmm: selective checkpointing keeps the results of those, here all tokens of the group in float32
-        nothing = y_TKD.new_zeros((), dtype=torch.float32)
-        return torch.baddbmm(nothing, scores_TK[:, None].float(), y_TKD.float(), beta=0)[:, 0].to(y_RD.dtype)
+            return _choices(y_RD, p).sum(1)
+        if y_RD.dtype is torch.float32:  # nothing to widen
+            return _weighed(y_RD, p, scores_TK)
+        out_TD = y_RD.new_empty(len(scores_TK), y_RD.shape[1])
+        for some in _blocks(*scores_TK.shape):
+            here = p._replace(row_TK=p.row_TK[some], here_TK=None if p.here_TK is None else p.here_TK[some])
+            out_TD[some] = _weighed(y_RD, here, scores_TK[some])
+        return out_TD
 
     @staticmethod
     @once_differentiable
@@ -151,13 +158,32 @@ class _CombineRows(torch.autograd.Function):
         if scored:
             y_RD, scores_TK = scored
             score_R = scores_TK.reshape(-1).index_select(0, placement.choice_R)
-            # a row without a choice may give NaN here: `_choices` leaves it out
-            products_R = (dy_RD.float() * y_RD.float()).sum(1)
+            products_R = torch.empty_like(score_R, dtype=torch.float32)
+            for some in _blocks(len(dy_RD)):
+                dy_nD = dy_RD[some].float()
+                # a row without a choice may give NaN here: `_choices` leaves it out
+                products_R[some] = (dy_nD * y_RD[some].float()).sum(1)
+                dy_nD *= score_R[some, None].float()
+                if dy_nD.dtype != dy_RD.dtype:  # else it is these rows
+                    dy_RD[some] = dy_nD
             dscores_TK = _choices(products_R[:, None], placement)[..., 0].to(scores_TK.dtype)
-            dy_RD = (dy_RD.float() * score_R[:, None].float()).to(y_RD.dtype)
         if placement.filled_R is not None and not placement.between:  # else there is none, or `_rows` saw to it
             dy_RD.masked_fill_(~placement.filled_R[:, None], 0)  # no expert learns from a row without a choice
         return dy_RD, dscores_TK, *(None for _ in placement)
+
+
+def _weighed(y_RD: torch.Tensor, p: Placement, scores_TK: torch.Tensor) -> torch.Tensor:
+    """The sum of a token's rows times its scores, in float32: [T, D]."""
+    # not bmm: selective checkpointing keeps the results of those, here all tokens of the group in float32
+    nothing = y_RD.new_zeros((), dtype=torch.float32)
+    return torch.baddbmm(nothing, scores_TK[:, None].float(), _choices(y_RD, p).float(), beta=0)[:, 0]
+
+
+def _blocks(count: int, each: int = 1) -> list[slice]:
+    """Rows (or tokens of `each` rows) that are in float32 at once: a sixteenth of the worst case, which is most of a rank's
+    memory otherwise."""
+    size = max(-(-count // BLOCKS), -(-BLOCK_ROWS // each))
+    return [slice(first, first + size) for first in range(0, count, size)]
 
 
 def _keep(ctx: Any, placement: tuple[Any, ...], *more: torch.Tensor) -> None:
