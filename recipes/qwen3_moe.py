@@ -59,7 +59,7 @@ def qwen3_30b_a3b_continued() -> Trainer.Config:
 def qwen3_30b_a3b_finetune() -> Trainer.Config:
     """Fine-tune Qwen3-30B-A3B-Base on conversations, on one trn2.48xlarge: EP4 (a chip) x FSDP over all cores.
 
-    64 cores, 12.8 GiB per core (modelled), 131,072 tokens per step with padding, causal mask, one conversation a sequence of 2048.
+    64 cores, 12.4 GiB per core (modelled), 131,072 tokens per step with padding, causal mask, one conversation a sequence of 2048.
     Checked: one step on 64 fake ranks.
     """
     return _finetune(_experts(_pretrain("30B-A3B", tensor_parallel=1, local_batch=1), expert_parallel=4))
@@ -68,7 +68,7 @@ def qwen3_30b_a3b_finetune() -> Trainer.Config:
 def qwen3_30b_a3b_one_chip() -> Trainer.Config:
     """Qwen3-30B-A3B cut to 4 layers, on one Trainium2 chip (trn2.3xlarge), to measure: 30B-A3B, 4 layers, EP4 x FSDP4.
 
-    4 cores, 20.7 GiB per core (modelled), 131,072 tokens per step, causal mask over packed texts of 4096.
+    4 cores, 19.7 GiB per core (modelled), 131,072 tokens per step, causal mask over packed texts of 4096.
     Checked: one step on 4 fake ranks.
     """
     config = qwen3_30b_a3b_pretrain()
@@ -83,7 +83,7 @@ def qwen3_30b_a3b_one_chip() -> Trainer.Config:
 def qwen3_235b_a22b_pretrain_8_nodes() -> Trainer.Config:
     """Pre-train Qwen3-235B-A22B on eight trn2.48xlarge or two Trn2 UltraServers: EP8 x TP4 x FSDP128, blocks recomputed whole.
 
-    512 cores, 16.6 GiB per core (modelled), 2,097,152 tokens per step, causal mask over packed texts of 4096.
+    512 cores, 12.4 GiB per core (modelled), 2,097,152 tokens per step, causal mask over packed texts of 4096.
     Checked: one step on 512 fake ranks.
     """
     config = _experts(_pretrain("235B-A22B", tensor_parallel=4, local_batch=1), expert_parallel=8)
@@ -97,7 +97,7 @@ def qwen3_235b_a22b_pretrain_8_nodes() -> Trainer.Config:
 def qwen3_235b_a22b_finetune_8_nodes() -> Trainer.Config:
     """Fine-tune Qwen3-235B-A22B on conversations, on eight trn2.48xlarge or two Trn2 UltraServers: EP8 x TP4 x FSDP128.
 
-    512 cores, 12.1 GiB per core (modelled), 262,144 tokens per step with padding, causal mask, one conversation a sequence of 2048.
+    512 cores, 10.6 GiB per core (modelled), 262,144 tokens per step with padding, causal mask, one conversation a sequence of 2048.
     Checked: one step on 512 fake ranks.
     """
     config = _finetune(_balanced(qwen3_235b_a22b_pretrain_8_nodes(), 0.0))

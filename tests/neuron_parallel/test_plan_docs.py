@@ -11,9 +11,14 @@ from plan_shapes import QWEN3_4B, QWEN3_8B, QWEN3_30B, QWEN3_235B, TRN2, plan
 
 TEXT = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
 COLUMNS = {
-    2: ("8B, TP4 x FSDP16, selective", QWEN3_8B, plan(64, tp=4), "selective"),
-    3: ("4B, FSDP64, selective", QWEN3_4B, plan(64), "selective"),
-    4: ("30B-A3B, EP8 x FSDP64, full", QWEN3_30B, plan(64, ep=8), "full"),
+    2: ("8B, TP4 x FSDP16, selective", QWEN3_8B, plan(64, tp=4), {"checkpointing": "selective"}),
+    3: ("4B, FSDP64, selective", QWEN3_4B, plan(64), {"checkpointing": "selective"}),
+    4: (
+        "30B-A3B, EP8 x FSDP64, full, 8 loss chunks",
+        QWEN3_30B,
+        plan(64, ep=8),
+        {"checkpointing": "full", "loss_chunks": 8},
+    ),
 }
 ROWS = [
     [cell.strip(" *") for cell in line.strip().strip("|").split("|")]
@@ -24,10 +29,10 @@ ROWS = [
 
 @pytest.mark.parametrize("column", COLUMNS)
 def test_the_table_of_three_plans_is_what_the_formulas_give(column):
-    name, shape, layout, mode = COLUMNS[column]
+    name, shape, layout, how = COLUMNS[column]
     assert ROWS[0][column] == name
     written = {row[0]: row[column] for row in ROWS}
-    peak = memory(layout, shape, Training(checkpointing=mode)).peak
+    peak = memory(layout, shape, Training(**how)).peak
     assert {part: written[part] for part in PARTS} == {
         part: f"{size / GIB:.2f}" for part, size in peak.by_part().items()
     }
@@ -42,7 +47,7 @@ def test_the_sentences_below_the_table_are_right_too():
 
     four = Cluster(instance("trn2.48xlarge"), 4).cores
     moe = {
-        name: needs(QWEN3_30B, plan(64, ep=8), checkpointing="full", dispatcher=name)
+        name: needs(QWEN3_30B, plan(64, ep=8), checkpointing="full", loss_chunks=8, dispatcher=name)
         for name in ("gather", "capacity", "all-to-all")
     }
     large = {
@@ -50,12 +55,11 @@ def test_the_sentences_below_the_table_are_right_too():
         for name in ("gather", "capacity")
     }
     said = re.sub(r"\s+", " ", TEXT)
-    assert moe["capacity"] == moe["all-to-all"]
-    at_4 = needs(QWEN3_30B, plan(64, ep=4), checkpointing="full")
+    whole = {needs(QWEN3_30B, plan(64, ep=8), checkpointing="full", dispatcher=name) for name in moe}
     assert (
-        f"30B-A3B at EP8: gather {moe['gather']} GiB, capacity and all-to-all {moe['capacity']}; gather at EP4 {at_4}."
-        in said
-    )
+        f"8 loss chunks: gather {moe['gather']} GiB, capacity {moe['capacity']}, all-to-all {moe['all-to-all']} (without chunks the loss "
+        f"is the largest moment of all three: {' '.join(whole)})"
+    ) in said
     assert (
         f"235B-A22B on 4 nodes, EP8, full: capacity {large['capacity']}, gather {large['gather']}, which does not fit."
         in said

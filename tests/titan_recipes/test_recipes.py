@@ -86,9 +86,7 @@ def test_the_planner_accepts_a_recipe_and_its_formulas_give_the_memory_that_the_
     check_plan(config, world, "neuron")
     plan, shape, how = plan_of(config, world)
     said = float(re.search(r"([\d.]+) GiB per core", recipe(name).__doc__)[1])
-    # With few layers backward's end is the highest moment; there the rehearsal adds the gradients of former micro-batches once more.
-    bound = 0.15 if shape.num_hidden_layers > 4 else 0.2
-    assert memory(plan, shape, how).peak.bytes / 2**30 == pytest.approx(said, rel=bound)
+    assert memory(plan, shape, how).peak.bytes / 2**30 == pytest.approx(said, rel=0.07)  # SimpleFSDP is not modelled apart
 
 
 @on_trn2

@@ -197,7 +197,7 @@ _DISPATCHERS: dict[str, type[LocalTokenDispatcher]] = {
 
 
 def use_dispatcher(spec: ModelSpec, name: Dispatcher, **options: Any) -> None:
-    """Set the token dispatcher of every layer of a spec, on either route.
+    """Set the token dispatcher of every layer of a spec, on every route.
 
     Args:
         options: `block` (gather, capacity) and `capacity_factor` (capacity).
