@@ -133,16 +133,18 @@ class _Rehearsal(Trainer):
     def one_step(self, peak: "Peak") -> int:
         """Forward, backward, clipping and the optimizer's step; the most bytes that such a step of a longer run needs.
 
-        A later step begins with the optimizer's state, which this one makes at its end, and a later micro-batch with
-        gradients: both are added to what the forward and backward took.
+        A later step begins with the optimizer's state, which this one makes at its end: it is added to what forward and backward
+        took. A later micro-batch finds gradients, as this one does where there are several.
         """
-        before = peak.now
+        if self.gradient_accumulation_steps > 1:
+            for parameter in (p for part in self.model_parts for p in part.parameters()):
+                parameter.grad = torch.zeros_like(parameter)
         self._forward_backward()
-        highest, gradients = peak.peak, peak.now - before
+        highest = peak.peak
         peak.peak = before = peak.now
         self._optimize()
         optimizing, state = peak.peak, peak.now - before
-        return max(highest + state + (gradients if self.gradient_accumulation_steps > 1 else 0), optimizing)
+        return max(highest + state, optimizing)
 
     def _forward_backward(self) -> None:
         training = self.config.training
