@@ -139,6 +139,7 @@ class _Rehearsal(Trainer):
         if self.gradient_accumulation_steps > 1:
             for parameter in (p for part in self.model_parts for p in part.parameters()):
                 parameter.grad = torch.zeros_like(parameter)
+        peak.peak = peak.now  # set-up held whole tensors, whose weights every layout draws alike
         self._forward_backward()
         highest = peak.peak
         peak.peak = before = peak.now
