@@ -38,8 +38,11 @@ def test_an_ultraserver_is_four_hosts():
 
 def test_degrees_become_torchtitans_options():
     words = degrees_as_arguments(plan(64, tp=4, dp_replicate=2, micro_batch=2))
-    given = dict(zip(words[::2], words[1::2], strict=True))
+    assert words[-1] == "--parallelism.enable-sequence-parallel"
+    given = dict(zip(words[:-1:2], words[1::2], strict=True))
     assert given["--parallelism.tensor_parallel_degree"] == "4"
+    # A recipe may have other degrees: those that are 1 are said too.
+    assert given["--parallelism.expert_parallel_degree"] == given["--parallelism.pipeline_parallel_degree"] == "1"
     assert given["--parallelism.data_parallel_shard_degree"] == "8"
     assert given["--training.local_batch_size"] == "2" and given["--training.global_batch_size"] == "32"
     piped = degrees_as_arguments(plan(64, pp=4, dp_shard=16, global_batch=128))
@@ -123,7 +126,9 @@ def test_the_command_prints_a_table_and_writes_its_files(tmp_path, capsys):
         and "72*p(layer)*p" in out
         and "fits" in out
     )
-    assert png.read_bytes()[:4] == b"\x89PNG" and "apps/train x" in (launch / "run.sh").read_text()
+    run_sh = (launch / "run.sh").read_text()
+    assert png.read_bytes()[:4] == b"\x89PNG" and "apps/train x" in run_sh
+    assert "planned with checkpointing none, attention flash, loss_chunks 1, dispatcher gather" in run_sh
     assert not list(tmp_path.rglob(".*.part"))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from neuron_parallel.hardware import GIB, INSTANCES, Cluster, instance
 from neuron_parallel.memory import Memory, device_allowance
 from neuron_parallel.plan import ParallelPlan, Training, validate
-from neuron_parallel.search import FIXABLE, suggest
+from neuron_parallel.search import FIXABLE, Choice, suggest
 from neuron_parallel.shape import ModelShape
 
 __all__ = ["main", "memory_table"]
@@ -150,15 +150,16 @@ def _run(options: argparse.Namespace, models: Mapping[str, Mapping[str, Any]]) -
         draw_memory(best.memory, options.figure, cluster.hbm_bytes, title, device_allowance(cluster))
         print(f"figure: {options.figure}")
     if options.launch:
-        _write_launch(options, best.plan, cluster)
+        _write_launch(options, best, cluster)
     return 0
 
 
-def _write_launch(options: argparse.Namespace, plan: ParallelPlan, cluster: Cluster) -> None:
+def _write_launch(options: argparse.Namespace, best: Choice, cluster: Cluster) -> None:
     from neuron_parallel.launch import launch_files
 
     options.launch.mkdir(parents=True, exist_ok=True)
-    for name, text in launch_files(plan, cluster, options.command, folder=str(options.launch)).items():
+    files = launch_files(best.plan, cluster, options.command, folder=str(options.launch), training=best.training)
+    for name, text in files.items():
         file = options.launch / name
         temporary = file.with_name(f".{name}.part")
         temporary.write_text(text)

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Sequence
 
 from neuron_parallel.hardware import Cluster
-from neuron_parallel.plan import TORCHTITAN_NAMES, ParallelPlan
+from neuron_parallel.plan import TORCHTITAN_NAMES, ParallelPlan, Training
 
 __all__ = ["check_visible_cores", "degrees_as_arguments", "environment", "launch_files", "torchrun"]
 
@@ -56,22 +56,18 @@ def torchrun(cluster: Cluster, command: Sequence[str], rendezvous: str = "$HEAD_
 
 
 def degrees_as_arguments(plan: ParallelPlan) -> tuple[str, ...]:
-    """The plan as TorchTitan's options, those that differ from its defaults."""
+    """The plan as TorchTitan's options: all of them, since a recipe has degrees of its own."""
     local = plan.micro_batch * (plan.micro_batches if plan.pp > 1 else 1)
+    names = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
     options = {
-        **{
-            f"parallelism.{TORCHTITAN_NAMES[name]}": (getattr(plan, name), -1 if name == "dp_shard" else 1)
-            for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
-        },
-        "parallelism.pipeline_parallel_microbatch_size": (plan.micro_batch if plan.pp > 1 else 1, 1),
-        "training.local_batch_size": (local, 0),
-        "training.global_batch_size": (plan.global_batch, -1),
-        "training.seq_len": (plan.seq_len, 0),
+        **{f"parallelism.{TORCHTITAN_NAMES[name]}": getattr(plan, name) for name in names},
+        "parallelism.pipeline_parallel_microbatch_size": plan.micro_batch if plan.pp > 1 else 1,
+        "training.local_batch_size": local,
+        "training.global_batch_size": plan.global_batch,
+        "training.seq_len": plan.seq_len,
     }
-    words = [
-        word for name, (value, default) in options.items() if value != default for word in (f"--{name}", str(value))
-    ]
-    return (*words, *(() if plan.sequence_parallel else ("--parallelism.no-enable-sequence-parallel",)))
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    return (*words, f"--parallelism.{'' if plan.sequence_parallel else 'no-'}enable-sequence-parallel")
 
 
 def launch_files(
@@ -81,11 +77,13 @@ def launch_files(
     name: str = "qwen3",
     image: str = "REPLACE/neuron-torchtitan:2.33",
     folder: str = ".",
+    training: Training | None = None,
 ) -> dict[str, str]:
     """File name -> content: env.sh, bind.sh (where the NUMA map is known), run.sh, job.sbatch, pytorchjob.yaml.
 
     `command` is the training script and its own arguments; the plan's degrees are appended. `folder` is where the files will be, seen
-    from where the command is to run: they are started from there. Raises ValueError for a plan of another
+    from where the command is to run: they are started from there. `training` is what the plan was made with, which is the recipe's to say:
+    run.sh repeats it. Raises ValueError for a plan of another
     size than the cluster, and for a name that Kubernetes would not take.
     """
     if plan.world != cluster.cores:
@@ -96,7 +94,7 @@ def launch_files(
     bound = bool(cluster.instance.chip_numa) and cluster.per_node == cluster.instance.cores(cluster.lnc)
     if bound:
         words = ("--no-python", f"{folder}/bind.sh", "python", *words)
-    files = {"env.sh": _env_sh(cluster), "run.sh": _run_sh(cluster, words, folder)}
+    files = {"env.sh": _env_sh(cluster), "run.sh": _run_sh(cluster, words, folder, training)}
     if bound:
         files["bind.sh"] = _bind_sh(cluster)
     return files | {
@@ -141,10 +139,14 @@ def _bind_sh(cluster: Cluster) -> str:
     )
 
 
-def _run_sh(cluster: Cluster, words: Sequence[str], folder: str) -> str:
+def _run_sh(cluster: Cluster, words: Sequence[str], folder: str, training: Training | None) -> str:
     hosts, _ = _hosts(cluster)
     run = f"bash {shlex.quote(f'{folder}/run.sh')}, from the folder that the training script's path starts in"
     usage = f"# {run}" if hosts == 1 else f"# on each host: HEAD_NODE=first-host JOB_ID=any-number {run}"
+    if training:
+        names = ("checkpointing", "attention", "loss_chunks", "dispatcher")
+        how = ", ".join(f"{name} {getattr(training, name)}" for name in names)
+        usage += f"\n# planned with {how}: the recipe has to say the same"
     need = "" if hosts == 1 else ': "${HEAD_NODE:?name of the first host}" "${JOB_ID:?one number for all hosts}"\n'
     return f"#!/bin/bash\n{usage}\nset -euo pipefail\n{need}source {shlex.quote(f'{folder}/env.sh')}\n{torchrun(cluster, words)}\n"
 
