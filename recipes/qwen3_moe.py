@@ -97,7 +97,7 @@ def qwen3_235b_a22b_pretrain_8_nodes() -> Trainer.Config:
 def qwen3_235b_a22b_finetune_8_nodes() -> Trainer.Config:
     """Fine-tune Qwen3-235B-A22B on conversations, on eight trn2.48xlarge or two Trn2 UltraServers: EP8 x TP4 x FSDP128.
 
-    512 cores, 10.6 GiB per core (modelled), 262,144 tokens per step with padding, causal mask, one conversation a sequence of 2048.
+    512 cores, 11.0 GiB per core (modelled), 262,144 tokens per step with padding, causal mask, one conversation a sequence of 2048.
     Checked: one step on 512 fake ranks.
     """
     config = _finetune(_balanced(qwen3_235b_a22b_pretrain_8_nodes(), 0.0))

