@@ -83,7 +83,7 @@ def qwen3_30b_a3b_one_chip() -> Trainer.Config:
 def qwen3_235b_a22b_pretrain_8_nodes() -> Trainer.Config:
     """Pre-train Qwen3-235B-A22B on eight trn2.48xlarge or two Trn2 UltraServers: EP8 x TP4 x FSDP128, blocks recomputed whole.
 
-    512 cores, 12.4 GiB per core (modelled), 2,097,152 tokens per step, causal mask over packed texts of 4096.
+    512 cores, 13.0 GiB per core (modelled), 2,097,152 tokens per step, causal mask over packed texts of 4096.
     Checked: one step on 512 fake ranks.
     """
     config = _experts(_pretrain("235B-A22B", tensor_parallel=4, local_batch=1), expert_parallel=8)
