@@ -6,7 +6,7 @@ str(2 * T * D), (2 * T * D).value            # '2*T*D', 41943040
 
 from typing import Union
 
-__all__ = ["ZERO", "Quantity", "total"]
+__all__ = ["ZERO", "Quantity"]
 
 Number = Union["Quantity", int, float]
 
@@ -68,11 +68,3 @@ def _text(operand: object, inside_product: bool) -> str:
 
 
 ZERO = Quantity(0, "0")
-
-
-def total(quantities: "list[Quantity]") -> Quantity:
-    """Their sum."""
-    result = ZERO
-    for quantity in quantities:
-        result = result + quantity
-    return result
