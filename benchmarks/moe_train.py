@@ -35,11 +35,11 @@ def build(side: str, ranks: int) -> Any:
     """A function that takes one training step of `side` on the tokens of a seed and returns this rank's part of the loss."""
     import torch
     import torch.distributed as dist
-    from titan_recipes.dispatch import use_dispatcher
-    from titan_recipes.kernels import NkiExperts
-    from titan_recipes.moe import SameDtypeExperts
-    from titan_recipes.spec import native
-    from titan_recipes.trainer import Trainer
+    from titan_recipes.models.spec import native
+    from titan_recipes.moe.dispatchers import use_dispatcher
+    from titan_recipes.moe.kernels import NkiExperts
+    from titan_recipes.moe.layer import SameDtypeExperts
+    from titan_recipes.train.trainer import Trainer
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torchtitan.components.loss import cross_entropy_loss
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
@@ -107,7 +107,7 @@ def rank_main(rank: int, ranks: int, port: int, pipe: Any) -> None:
 
     import torch
     import torch.distributed as dist
-    from titan_recipes.device import set_device
+    from titan_recipes.device.select import set_device
 
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)

@@ -25,12 +25,12 @@ STEPS, WARM, BOUND = 40, 10, 0.98
 def child(side: str, folder: str) -> None:
     """Train one side and print its tokens/s."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="localhost")
-    from titan_recipes.device import set_device
+    from titan_recipes.device.select import set_device
 
     set_device("cpu")
-    from titan_recipes.catalog import find_recipe
+    from titan_recipes.launch.rank import Options, build_config
     from titan_recipes.logs import set_up_logging
-    from titan_recipes.run import Options, build_config
+    from titan_recipes.recipes import find_recipe
 
     set_up_logging(Path(folder) / "log.txt", console=False)
     options = Options(
@@ -57,7 +57,7 @@ def child(side: str, folder: str) -> None:
 
 def stock(config: Any) -> Any:
     """The same run on TorchTitan's own classes."""
-    from titan_recipes.trainer import recast
+    from titan_recipes.train.trainer import recast
     from torchtitan.components.checkpointer import CheckpointManager
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.trainer import Trainer

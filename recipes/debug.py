@@ -4,13 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from qwen3_core import Qwen3Config
-from titan_recipes.checkpoint import StepCheckpoints
-from titan_recipes.data import TextDataLoader
-from titan_recipes.documents import python_docs
-from titan_recipes.kernels import kernel
-from titan_recipes.metrics import RunMetrics
-from titan_recipes.spec import native
-from titan_recipes.trainer import Trainer
+from titan_recipes.checkpoint.manager import StepCheckpoints
+from titan_recipes.data.documents import python_docs
+from titan_recipes.data.loader import TextDataLoader
+from titan_recipes.models.spec import native
+from titan_recipes.moe.kernels import kernel
+from titan_recipes.train.metrics import RunMetrics
+from titan_recipes.train.trainer import Trainer
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.components.validate import Validator

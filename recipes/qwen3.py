@@ -9,7 +9,7 @@ bfloat16. The mask is `causal` for the packed texts of pre-training and for the 
 (padding comes last, so nothing sees it): without a mask tensor and with lengths in multiples of 512, attention takes
 Neuron's fast kernel.
 
-"Memory per core" is modelled by `titan_recipes.rehearsal`: the most that torch's tensors take in one step, without the
+"Memory per core" is modelled by `titan_recipes.preflight.rehearsal`: the most that torch's tensors take in one step, without the
 runtime, communication buffers and fragments, for which a tenth of the 24 GiB should stay free. The figures come from
 rehearsals of two depths and the straight line through them; `nox -s soak` takes each at full depth. "Checked: one step on
 N fake ranks" is what CI does: real widths and degrees, the first of the layers, shapes without contents.
@@ -20,13 +20,13 @@ To make one of your own, copy a function, or call it and set what differs.
 
 from pathlib import Path
 
-from titan_recipes.checkpoint import StepCheckpoints
-from titan_recipes.checkpointing import SaveLinears
-from titan_recipes.data import TextDataLoader
-from titan_recipes.metrics import RunMetrics
-from titan_recipes.simple_fsdp import simple_fsdp
-from titan_recipes.spec import native
-from titan_recipes.trainer import Trainer
+from titan_recipes.checkpoint.manager import StepCheckpoints
+from titan_recipes.data.loader import TextDataLoader
+from titan_recipes.models.activation_checkpoint import SaveLinears
+from titan_recipes.models.simple_fsdp import simple_fsdp
+from titan_recipes.models.spec import native
+from titan_recipes.train.metrics import RunMetrics
+from titan_recipes.train.trainer import Trainer
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.components.validate import Validator

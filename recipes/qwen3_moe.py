@@ -4,7 +4,7 @@
     uv run apps/train qwen3_30b_a3b_finetune --model Qwen/Qwen3-30B-A3B --dataloader.dataset_path /data/chat.jsonl
 
 As in qwen3.py, whose functions these start from, with three choices more. Expert parallel (EP) divides the experts over
-neighbouring cores, FSDP each expert over the rest; tokens are gathered within the group (titan_recipes.dispatch), so that no
+neighbouring cores, FSDP each expert over the rest; tokens are gathered within the group (titan_recipes.moe.dispatchers), so that no
 shape depends on the routing. More EP means smaller gathers of weights and more rows: a core has room for the fullest routing,
 EP x its tokens x 8. Experts are nki-moe's (route 3: `--route native` takes them out). Pre-training asks for balanced experts by
 Qwen3's own auxiliary loss; TorchTitan's expert bias, which a Hugging Face folder cannot hold, is off.
@@ -16,10 +16,10 @@ from dataclasses import replace
 
 from qwen3 import ASSETS, _continued, _finetune, _pretrain
 from qwen3_core import MODELS
-from titan_recipes.balance import use_balance_loss
-from titan_recipes.kernels import kernel
-from titan_recipes.spec import native
-from titan_recipes.trainer import Trainer
+from titan_recipes.models.spec import native
+from titan_recipes.moe.kernels import kernel
+from titan_recipes.moe.router import use_balance_loss
+from titan_recipes.train.trainer import Trainer
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 BALANCE = 0.001  # router_aux_loss_coef of every published Qwen3 mixture of experts

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 import numpy as np
-from titan_recipes.documents import digest, held_out, python_docs
+from titan_recipes.data.documents import digest, held_out, python_docs
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 VOCAB_SIZE = 2048

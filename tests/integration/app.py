@@ -51,11 +51,11 @@ class ForkedApp:
 
     def __init__(self, *arguments: str, cwd: Path) -> None:
         import titan_recipes.cli  # loaded here, inherited by the fork
-        from titan_recipes.device import set_device
+        from titan_recipes.device.select import set_device
 
         set_device("cpu")
-        import titan_recipes.publish
-        import titan_recipes.trainer  # noqa: F401
+        import titan_recipes.publish.publish
+        import titan_recipes.train.trainer  # noqa: F401
 
         cwd.mkdir(parents=True, exist_ok=True)
         self.file = cwd / f"output-{time.monotonic_ns()}.txt"

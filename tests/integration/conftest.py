@@ -5,7 +5,7 @@ One thread, because tests fork the app from this process and an OpenMP pool does
 
 import pytest
 import torch
-from titan_recipes.device import set_device
+from titan_recipes.device.select import set_device
 
 set_device("cpu")
 torch.set_num_threads(1)

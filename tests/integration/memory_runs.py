@@ -41,11 +41,11 @@ STEPS = (2, 3)
 def config_of(plan: ParallelPlan, shape: ModelShape, training: Training, folder: str) -> Any:
     """The recipe's Trainer.Config of a resolved plan."""
     from qwen3_core import Qwen3Config
-    from titan_recipes.checkpoint import StepCheckpoints
-    from titan_recipes.data import TextDataLoader
-    from titan_recipes.dispatch import use_dispatcher
-    from titan_recipes.spec import native
-    from titan_recipes.trainer import Trainer
+    from titan_recipes.checkpoint.manager import StepCheckpoints
+    from titan_recipes.data.loader import TextDataLoader
+    from titan_recipes.models.spec import native
+    from titan_recipes.moe.dispatchers import use_dispatcher
+    from titan_recipes.train.trainer import Trainer
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
     from torchtitan.config import CommConfig, DebugConfig, ParallelismConfig, TrainingConfig
@@ -100,7 +100,7 @@ def config_of(plan: ParallelPlan, shape: ModelShape, training: Training, folder:
 
 def measure(rank: int, plan: ParallelPlan, shape: ModelShape, training: Training) -> dict[str, Any]:
     """On one rank of a gloo group: the largest bytes of LARGEST, those of KEPT after a forward pass, and peaks."""
-    from titan_recipes.device import set_device
+    from titan_recipes.device.select import set_device
 
     set_device("cpu")
     import torch.distributed as dist
@@ -212,7 +212,7 @@ def _name_parts(stack: ExitStack, count: TensorBytes, group: Any, trainer: Any) 
             if getattr(layer, "moe_enabled", False):
                 within(layer.moe.routed_experts.token_dispatcher, "dispatch", "dispatch")
                 within(layer.moe.routed_experts.token_dispatcher, "combine", "dispatch")
-    from titan_recipes import attention
+    from titan_recipes.models import attention
 
     within(attention, "attention_mask_B1LK", "attention")
 

@@ -43,7 +43,7 @@ KINDS = {"dense": SIZES, "moe": SIZES | EXPERTS}
 
 def stock_experts(spec: Any) -> None:
     """TorchTitan's own experts, which compute in bfloat16 whatever their parameters are."""
-    from titan_recipes.moe import SameDtypeExperts
+    from titan_recipes.moe.layer import SameDtypeExperts
     from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 
     for _, config, _, _ in spec.model.traverse(RoutedExperts.Config):
@@ -219,11 +219,11 @@ def documents() -> list[str]:
 
 
 def config_of(folder: Path, route: Route, layout: Layout, run: Path, steps: int) -> Any:
-    from titan_recipes.checkpoint import StepCheckpoints
-    from titan_recipes.data import TextDataLoader
-    from titan_recipes.defaults import apply_device_defaults
-    from titan_recipes.spec import native, use_model
-    from titan_recipes.trainer import Trainer
+    from titan_recipes.checkpoint.manager import StepCheckpoints
+    from titan_recipes.config.device_defaults import apply_device_defaults
+    from titan_recipes.data.loader import TextDataLoader
+    from titan_recipes.models.spec import native, use_model
+    from titan_recipes.train.trainer import Trainer
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.components.optimizer import default_adamw
     from torchtitan.components.validate import Validator
@@ -259,7 +259,7 @@ def config_of(folder: Path, route: Route, layout: Layout, run: Path, steps: int)
 
 def _train(folder: Path, route: Route, layout: Layout, run: Path, steps: int) -> Ran:
     """The trainer's own steps, without what a run leaves behind."""
-    import titan_recipes.first_loss
+    import titan_recipes.train.first_loss
 
     trainer = config_of(folder, route, layout, run, steps).build()
     random_weights = None if PP in layout.degrees else _fingerprint(trainer.model_parts[0])
@@ -274,8 +274,8 @@ def _train(folder: Path, route: Route, layout: Layout, run: Path, steps: int) ->
 
     trainer.metrics_processor.log = log
     trainer.metrics_processor.log_validation = lambda loss, step, *a, **k: validation.append(loss)
-    say: Callable[[str], None] = titan_recipes.first_loss.say
-    titan_recipes.first_loss.say = said.append
+    say: Callable[[str], None] = titan_recipes.train.first_loss.say
+    titan_recipes.train.first_loss.say = said.append
     data = trainer.batch_generator(trainer.dataloader)
     try:
         for step in range(1, steps + 1):
@@ -285,7 +285,7 @@ def _train(folder: Path, route: Route, layout: Layout, run: Path, steps: int) ->
         if layout.validates:
             trainer.validator.validate(trainer.model_parts, steps)
     finally:
-        titan_recipes.first_loss.say = say
+        titan_recipes.train.first_loss.say = say
         trainer.close()
     return Ran(losses, norms, validation[-1] if validation else None, "".join(said), random_weights)
 

@@ -195,11 +195,9 @@ def main() -> int:
         "--keep", type=Path, metavar="F", help="a JSON file of cells: those in it are not measured again"
     )
     options = parser.parse_args()
-    from titan_recipes.device import set_device
+    from titan_recipes.device.select import set_device
 
     set_device("cpu")
-    import titan_recipes.trainer
-    import titan_recipes.transformers_route  # noqa: F401  loaded here, inherited by the ranks
     import torch
 
     torch.set_num_threads(1)

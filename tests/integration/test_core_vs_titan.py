@@ -48,8 +48,8 @@ CONFIGS = {
 @pytest.fixture(scope="module")
 def titan() -> SimpleNamespace:
     """TorchTitan's classes; conftest.py has set its device."""
-    from titan_recipes.attention import SDPAttention
-    from titan_recipes.moe import SameDtypeExperts
+    from titan_recipes.models.attention import SDPAttention
+    from titan_recipes.moe.layer import SameDtypeExperts
     from torchtitan.models.qwen3 import qwen3_configs
     from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 

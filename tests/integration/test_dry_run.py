@@ -4,8 +4,8 @@ and a plan that cannot work is refused with every reason before a rank starts.""
 import re
 
 import pytest
-from titan_recipes import planning
 from titan_recipes.errors import UserError
+from titan_recipes.preflight import plan as planning
 
 from integration.app import fork_app
 

@@ -72,7 +72,7 @@ SMALL = 1 << 14
 @cache
 def measured(layout, shape, training):
     """What each rank counted."""
-    import titan_recipes.trainer  # noqa: F401  loaded here, inherited by the ranks
+    import titan_recipes.train.trainer  # noqa: F401  loaded here, inherited by the ranks
 
     return run_ranks(measure, layout.world, layout, shape, training, timeout=400)
 

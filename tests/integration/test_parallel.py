@@ -23,8 +23,6 @@ SAMPLE = [
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    import titan_recipes.trainer
-    import titan_recipes.transformers_route  # noqa: F401  loaded here, inherited by the ranks
 
     return make_models(tmp_path_factory.mktemp("models"))
 

@@ -9,8 +9,8 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 import pytest
-import titan_recipes.spec
-import titan_recipes.trainer  # noqa: F401  TorchTitan is loaded once, the forks inherit it
+import titan_recipes.models.spec
+import titan_recipes.train.trainer  # noqa: F401  TorchTitan is loaded once, the forks inherit it
 import torch
 import torch.distributed as dist
 import torchtitan.distributed.pipeline_parallel  # noqa: F401

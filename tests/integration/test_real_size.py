@@ -15,10 +15,10 @@ TOKENS = 512
 def random_model(rank: int, model: str, run: Path) -> dict[str, Any]:
     """Build `model` in bf16 as a run does (no optimizer step, so no optimizer state) and take one forward pass."""
     from qwen3_core import token_loss
-    from titan_recipes.defaults import apply_device_defaults
-    from titan_recipes.first_loss import random_loss
-    from titan_recipes.spec import transformers
-    from titan_recipes.trainer import Trainer
+    from titan_recipes.config.device_defaults import apply_device_defaults
+    from titan_recipes.models.spec import transformers
+    from titan_recipes.train.first_loss import random_loss
+    from titan_recipes.train.trainer import Trainer
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.components.optimizer import default_adamw
     from torchtitan.config import DebugConfig, TrainingConfig

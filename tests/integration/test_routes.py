@@ -46,8 +46,6 @@ RUNS = [
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A dense model with tied weights and YaRN, and an untied mixture of experts with a dense layer, as Hugging Face folders."""
-    import titan_recipes.trainer
-    import titan_recipes.transformers_route  # noqa: F401  loaded here, inherited by the ranks
 
     root = tmp_path_factory.mktemp("models")
     torch.manual_seed(1)
@@ -90,12 +88,12 @@ def first_step(
 
     `few`: the first micro-batch of rank 0 keeps one target a row.
     """
-    from titan_recipes.checkpoint import StepCheckpoints
-    from titan_recipes.data import TextDataLoader
-    from titan_recipes.defaults import apply_device_defaults
-    from titan_recipes.kernels import NkiExperts, kernel
-    from titan_recipes.spec import native, use_model
-    from titan_recipes.trainer import Trainer
+    from titan_recipes.checkpoint.manager import StepCheckpoints
+    from titan_recipes.config.device_defaults import apply_device_defaults
+    from titan_recipes.data.loader import TextDataLoader
+    from titan_recipes.models.spec import native, use_model
+    from titan_recipes.moe.kernels import NkiExperts, kernel
+    from titan_recipes.train.trainer import Trainer
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.components.optimizer import default_adamw
     from torchtitan.config import TrainingConfig
@@ -263,7 +261,7 @@ def test_a_target_weighs_the_same_whatever_micro_batch_or_rank_it_is_in(
 
 def test_nothing_was_patched_for_the_whole_process(folders: dict[str, Path]) -> None:
     """TorchTitan's backend would replace these on the first model; reloading in this process would then be no check."""
-    from titan_recipes.spec import transformers as spec
+    from titan_recipes.models.spec import transformers as spec
 
     spec(folders["moe"]).model.build()
     for name in ("_init_weights", "_initialize_weights"):
@@ -273,7 +271,7 @@ def test_nothing_was_patched_for_the_whole_process(folders: dict[str, Path]) -> 
 def test_a_rope_buffer_left_empty_stops_the_run_with_its_name(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from titan_recipes.transformers_route import TransformersQwen3
+    from titan_recipes.models.transformers import TransformersQwen3
 
     monkeypatch.setattr(TransformersQwen3, "_init_rope", lambda self: None)
     with pytest.raises(AssertionError, match=r"hold no value after initialisation: .*rotary_emb\.inv_freq"):

@@ -84,15 +84,15 @@ def test_an_untested_release_stops_unless_allowed(tmp_path, monkeypatch):
 
 RECIPE = '''
 from recipe_data import documents
-from titan_recipes.data import TextDataLoader
+from titan_recipes.data.loader import TextDataLoader
 from qwen3_core import Qwen3Config
-from titan_recipes.spec import native
-from titan_recipes.trainer import Trainer
+from titan_recipes.models.spec import native
+from titan_recipes.train.trainer import Trainer
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.components.validate import Validator
 from torchtitan.config import TrainingConfig
-from titan_recipes.checkpoint import StepCheckpoints
+from titan_recipes.checkpoint.manager import StepCheckpoints
 
 
 def mine() -> Trainer.Config:
@@ -149,7 +149,7 @@ def test_finite_data_ends_on_both_ranks_together_with_a_checkpoint_and_an_export
 
 
 CRASH = """
-from titan_recipes import data
+from titan_recipes.data import loader as data
 
 
 def documents():

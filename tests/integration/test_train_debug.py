@@ -90,7 +90,7 @@ def test_any_step_exports_from_its_folder_alone(trained, tmp_path):
 
 def test_the_tokenizer_in_the_folder_gives_transformers_the_ids_that_were_trained_on(trained):
     _, run = trained
-    from titan_recipes.documents import python_docs
+    from titan_recipes.data.documents import python_docs
     from torchtitan.components.tokenizer import HuggingFaceTokenizer
     from transformers import AutoTokenizer
 

@@ -27,7 +27,7 @@ UNTIED = """\
 from dataclasses import replace
 
 import debug as base
-from titan_recipes.spec import native
+from titan_recipes.models.spec import native
 
 
 def debug() -> "Trainer.Config":

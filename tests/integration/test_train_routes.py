@@ -41,11 +41,11 @@ def test_a_mixture_of_experts_trains_through_transformers_on_two_ranks_resumes_a
     assert other.code == 0, other.out
     assert other.losses[1] < first - 0.1  # these weights, on the other route
     swaps = [(tmp_path / run / "logs" / "rank-0.log").read_text() for run in ("run", "other")]
-    assert "titan_recipes.transformers_route.SDPAKernel for HFFlexKernel" in swaps[0]
-    assert "titan_recipes.attention.SDPAttention for torchtitan" in swaps[1]
+    assert "titan_recipes.models.transformers.SDPAKernel for HFFlexKernel" in swaps[0]
+    assert "titan_recipes.models.attention.SDPAttention for torchtitan" in swaps[1]
     for text in swaps:  # each names what it stands for
-        assert "titan_recipes.moe.SameDtypeExperts for torchtitan.models.common.moe.GroupedExperts" in text
-        assert "titan_recipes.moe.Float32Linear for torchtitan.models.common.linear.Linear" in text
+        assert "titan_recipes.moe.layer.SameDtypeExperts for torchtitan.models.common.moe.GroupedExperts" in text
+        assert "titan_recipes.moe.layer.Float32Linear for torchtitan.models.common.linear.Linear" in text
 
 
 def test_both_modes_take_the_same_steps_and_stay_together(tmp_path):
@@ -95,8 +95,8 @@ def test_a_folder_with_auto_map_is_refused_before_anything_reads_it(trap, tmp_pa
 )
 def test_a_nan_batch_stops_the_run_with_its_step_and_is_not_saved(tmp_path, monkeypatch, layout):
     """With pipeline parallel the last stage alone sees it, and the others are told."""
-    from titan_recipes.attention import MaskedQwen3Model
-    from titan_recipes.trainer import Trainer
+    from titan_recipes.models.attention import MaskedQwen3Model
+    from titan_recipes.train.trainer import Trainer
 
     forward, step, now = MaskedQwen3Model.forward, Trainer.train_step, []
 

@@ -8,7 +8,7 @@ import signal
 import time
 
 import pytest
-from titan_recipes.checkpoint import complete_steps
+from titan_recipes.checkpoint.manager import complete_steps
 
 from integration.app import ForkedApp, fork_app, metrics
 

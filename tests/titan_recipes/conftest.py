@@ -1,7 +1,7 @@
 """TorchTitan's modules copy the device when they are imported: say CPU before any test file imports them."""
 
 import pytest
-from titan_recipes.device import set_device
+from titan_recipes.device.select import set_device
 
 set_device("cpu")
 

@@ -25,8 +25,8 @@ class Run:
         self, degrees: dict[str, Any], prepare: Any = None, policy: Any = None, micro_batches: int = 1, layers: int = 2
     ) -> None:
         from qwen3_core import Qwen3Config
-        from titan_recipes.spec import native
-        from titan_recipes.trainer import Trainer
+        from titan_recipes.models.spec import native
+        from titan_recipes.train.trainer import Trainer
         from torch import distributed as dist
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
         from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
@@ -115,7 +115,7 @@ def train_each(
     rank: int, cases: dict[str, dict[str, Any]]
 ) -> dict[str, tuple[float, dict[str, Any], dict[str, float]]]:
     """One step of each case (arguments of `Run`) on this rank: its part of the loss, all gradients, what a run would log."""
-    from titan_recipes.balance import RoutingWatch
+    from titan_recipes.moe.router import RoutingWatch
 
     results = {}
     for name, case in cases.items():

@@ -1,7 +1,7 @@
 """A native model small enough to run whole in a test."""
 
 from qwen3_core import Qwen3Config
-from titan_recipes.spec import native
+from titan_recipes.models.spec import native
 from torchtitan.protocols.model_spec import ModelSpec
 
 

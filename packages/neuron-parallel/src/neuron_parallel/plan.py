@@ -151,7 +151,7 @@ class Training:
     loss_chunks: int = 1
     """Parts of the sequence that head and loss are computed for at a time (ChunkedLossWrapper)."""
     dispatcher: Literal["gather", "capacity", "all-to-all"] = "gather"
-    """Expert exchange, as titan_recipes.dispatch names it: all tokens to all ranks, equal splits, or TorchTitan's, rows as routed."""
+    """Expert exchange, as titan_recipes.moe.dispatchers names it: all tokens to all ranks, equal splits, or TorchTitan's, rows as routed."""
     capacity_factor: float = 1.25
     """capacity: rows that a rank may send to each rank, relative to balanced routing."""
     imbalance: float = 1.0

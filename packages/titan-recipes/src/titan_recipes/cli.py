@@ -9,8 +9,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from .catalog import Recipe, find_recipe, list_recipes
 from .errors import UserError
+from .recipes import Recipe, find_recipe, list_recipes
 
 __all__ = ["main"]
 
@@ -129,10 +129,10 @@ def _main(arguments: list[str], recipes: Path) -> int:
     if first:
         print(f"{recipe.name}: loading torch and TorchTitan ...", flush=True)
 
-    from .device import choose_device, set_device
+    from .device.select import choose_device, set_device
+    from .launch.compare_modes import compare_modes
+    from .launch.rank import Options, build_config, run_rank
     from .logs import set_up_logging
-    from .modes import compare_modes
-    from .run import Options, build_config, run_rank
 
     set_up_logging(None, console=first)
 
@@ -160,9 +160,9 @@ def _main(arguments: list[str], recipes: Path) -> int:
     if options.help:
         build_config(replace(run_options, titan_args=(*rest, "--help")))
 
-    from .kernels import check_overrides
-    from .planning import check_plan, dry_run
-    from .preflight import check, world_size_of
+    from .moe.kernels import check_overrides
+    from .preflight.checks import check, world_size_of
+    from .preflight.plan import check_plan, dry_run
 
     if options.dry_run:
         planned = build_config(replace(run_options, device="neuron"))
@@ -186,7 +186,7 @@ def _main(arguments: list[str], recipes: Path) -> int:
     if under_torchrun:
         outcome = run_rank(run_options)
     else:
-        from .launch import launch
+        from .launch.elastic import launch
 
         outcome = launch(run_options, world)
     return 0 if outcome.signal is None else 128 + outcome.signal

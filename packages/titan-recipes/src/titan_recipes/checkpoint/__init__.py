@@ -1,0 +1,1 @@
+"""TorchTitan's step folders: names, completeness, strict loads, assets."""

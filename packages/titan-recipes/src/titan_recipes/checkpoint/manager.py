@@ -1,0 +1,226 @@
+"""TorchTitan's checkpoint manager, made safe to kill and to export from.
+
+A step folder is whole when DCP's `.metadata` is in it: DCP writes that last, by rename. Here each step also carries `assets/`
+(written before), so that it can be exported from its folder alone, and no folder but `step-<number>` is ever read or deleted.
+"""
+
+import logging
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hf_ckpt_adapter.sources import ASSETS
+from torch import distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.stateful import Stateful
+from torchtitan.components.checkpointer.base import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE
+from torchtitan.components.checkpointer.dcp import CheckpointManager
+from torchtitan.tools import utils
+
+from ..errors import UserError
+from ..logs import say
+from .completeness import CountingPlanner, check_written, poison, states_of
+
+__all__ = ["StepCheckpoints", "complete_steps", "step_folder"]
+
+log = logging.getLogger(__name__)
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step}"
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """Steps whose folder is whole, ascending. Names other than step-<number> are not ours."""
+    steps = [int(m[1]) for p in _listing(folder) if (m := re.fullmatch(r"step-(\d+)", p.name))]
+    return sorted(step for step in steps if (step_folder(folder, step) / ".metadata").is_file())
+
+
+def _listing(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+class StepCheckpoints(CheckpointManager):
+    """Checkpoints under <run>/checkpoint/step-N, each with assets/."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):
+        last_save_model_only: bool = False
+        """Whether the final checkpoint contains only model state; False keeps it resumable."""
+
+    def __init__(self, config: Config, **kwargs: Any) -> None:
+        super().__init__(config, **kwargs)
+        self.write_assets: Callable[[Path], None] | None = None  # set by the trainer
+        self.before_save: Callable[[], None] | None = (
+            None  # set by the trainer: raises if there is nothing worth saving
+        )
+        self.saved_step = -1
+        self.loaded = False
+
+    def save_now(self, step: int) -> None:
+        """A full, resumable checkpoint at `step`, whatever the interval. Collective."""
+        if self.enable and self.saved_step != step:
+            self.maybe_wait_for_saving()
+            self.last_save_model_only, keep = False, self.last_save_model_only
+            self._save(step, last_step=True)
+            self.last_save_model_only = keep
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        if not self._should_save(curr_step, last_step):
+            return False
+        if self.before_save is not None:
+            self.before_save()
+        self.maybe_wait_for_saving()
+        target = step_folder(Path(self.folder), curr_step)
+        if dist.get_rank() == 0:
+            if (
+                target.exists()
+            ):  # half-written, or a step that is being redone: its .metadata must not vouch for new files
+                shutil.rmtree(target)
+            if self.write_assets is not None:
+                self.write_assets(target / ASSETS)
+        if dist.get_world_size() > 1:
+            dist.barrier()
+        saved = super()._save(curr_step, last_step)
+        if last_step:  # TorchTitan leaves one more than keep_latest_k at the end
+            self._purge_stale_checkpoints()
+        self.saved_step = curr_step
+        return saved
+
+    def _load(self, step: int = -1) -> bool:
+        """Load and say from where. A run's own checkpoints win over initial_load_path, as in TorchTitan."""
+        self.loaded = loaded = super()._load(step)
+        folder, own = Path(self.folder), self._find_load_step() if step == -1 else step
+        initial = self.initial_load_path or ("hf_assets_path" if self.initial_load_in_hf else None)
+        if own != -1:
+            ignored = f"; {initial} was not read, since the run has a checkpoint" if initial else ""
+            say(f"weights: resumed from {step_folder(folder, own)}{ignored}")
+        elif loaded:
+            say(f"weights: loaded from {initial}")
+        else:
+            say("weights: random initialisation")
+        return loaded
+
+    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+        """TorchTitan's load, strict: DCP fails on a missing key with its own words and passes extra keys unseen.
+
+        Every element is written exactly once, or the run stops with the names (guard.py). A Hugging Face folder is read as
+        if it had been saved from this model: no converted copy of it on any rank.
+        """
+        if from_quantized:
+            raise UserError(
+                "checkpoint.initial_load_in_hf_quantized is set: Qwen3 weights are read in bf16, fp16 or fp32."
+            )
+        model = self.states[MODEL]
+        planner = CountingPlanner()
+        try:
+            if from_hf:
+                reader = self.sd_adapter.reader(checkpoint_id)
+                found = reader.read_metadata()
+                for name in reader.zeros - state_dict.keys():  # an expert bias that neither side has
+                    del found.state_dict_metadata[name]
+                compare_with_checkpoint(state_dict, found, checkpoint_id)
+            else:
+                reader = FileSystemReader(checkpoint_id)
+                compare_with_checkpoint(state_dict, reader.read_metadata(), checkpoint_id, self.exclude_from_loading)
+            saved = model.state_dict()
+            # Twice, since hooks may have copied what they split: what the model holds, and what DCP fills.
+            poison(named for part in model.model for named in part.named_parameters())
+            poison(saved.items())
+            dcp.load(state_dict, storage_reader=reader, planner=planner)
+        except (ValueError, FileNotFoundError) as error:
+            raise UserError(f"{checkpoint_id}: {error}") from error
+        except CheckpointException as error:  # what went wrong on each rank, wrapped by DCP
+            cause = next(iter(error.failures.values()))[0]
+            raise UserError(f"{checkpoint_id}: {cause}") from error
+        planner.check(checkpoint_id)
+        model.load_state_dict(state_dict)
+        check_written(states_of(model.model), f"loading {checkpoint_id}")
+
+    def _find_load_step(self, folder: str = "") -> int:
+        root = Path(folder or self.folder)
+        steps = complete_steps(root)
+        for path in sorted(_listing(root)):
+            if path.name.startswith("step-") and path not in [step_folder(root, s) for s in steps]:
+                log.warning("%s is not a complete checkpoint: ignored", path)
+        latest = steps[-1] if steps else -1
+        # Every rank must start from the same step; one that cannot see the folder would train on alone.
+        bounds = torch.tensor([latest, -latest], device=utils.device_type)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+        newest, oldest = int(bounds[0]), -int(bounds[1])
+        if newest != oldest:
+            raise UserError(
+                f"Ranks disagree on the checkpoint to resume from: rank {dist.get_rank()} finds step {latest} in {root}, the "
+                f"others between {oldest} and {newest} (-1: none).\nPut --dump_folder on a file system that all nodes share."
+            )
+        return latest
+
+    def _purge_stale_checkpoints(self) -> None:
+        if self.keep_latest_k <= 0 or dist.get_rank() != 0:
+            return
+        folder = Path(self.folder)
+        for step in complete_steps(folder)[: -self.keep_latest_k]:
+            self.purge_queue.put(str(step_folder(folder, step)))
+
+
+def compare_with_checkpoint(
+    state_dict: dict[str, Any], metadata: Metadata, checkpoint: str, excluded: Sequence[str] = ()
+) -> None:
+    """Raise UserError listing keys that are missing, unexpected or of another shape in a checkpoint. Collective.
+
+    A model-only load (no train_state among the wanted keys) may leave the checkpoint's optimizer and loader state aside.
+    """
+    wanted, _ = flatten_state_dict({k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()})
+    found = metadata.state_dict_metadata
+    missing = sorted(wanted.keys() - found.keys())
+    model_only = not any(key.startswith(f"{TRAIN_STATE}.") for key in wanted)
+    skipped = tuple(
+        f"{key}." for key in ((TRAIN_STATE, OPTIMIZER, DATALOADER, LR_SCHEDULER) if model_only else excluded)
+    )
+    unexpected = sorted(
+        key
+        for key in found.keys() - _names_of_all_ranks(wanted)
+        if not key.startswith(skipped) and not _optimizer(key, skipped)
+    )
+    shapes = []
+    for key, value in sorted(wanted.items()):
+        stored = found.get(key)
+        if isinstance(value, torch.Tensor) and isinstance(stored, TensorStorageMetadata) and stored.size != value.shape:
+            shapes.append(f"{key}: {tuple(stored.size)} in the checkpoint, {tuple(value.shape)} here")
+    lines = [
+        f"{len(keys)} {what}: {'; '.join(keys[:4])}{' ...' if len(keys) > 4 else ''}"
+        for what, keys in (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
+        if keys
+    ]
+    if lines:
+        raise UserError(
+            f"{checkpoint} does not fit this recipe:\n  "
+            + "\n  ".join(lines)
+            + "\nResume with the recipe that wrote it (its "
+            "assets/recipe.json), or leave parts out with --checkpoint.exclude_from_loading optimizer,lr_scheduler,dataloader."
+        )
+
+
+def _names_of_all_ranks(wanted: dict[str, Any]) -> set[str]:
+    """A pipeline stage holds some of the layers; a checkpoint holds those of all."""
+    names: list[Any] = [list(wanted)]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        names *= dist.get_world_size()
+        dist.all_gather_object(names, list(wanted))
+    return set().union(*names)
+
+
+def _optimizer(key: str, skipped: tuple[str, ...]) -> bool:
+    """TorchTitan's optimizer keys are flat: state.<parameter>.<moment> and param_groups.<parameter>.<setting>."""
+    return f"{OPTIMIZER}." in skipped and key.startswith(("state.", "param_groups."))

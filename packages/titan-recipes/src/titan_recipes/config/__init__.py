@@ -1,0 +1,1 @@
+"""Turn a recipe and the command line into the config of one run."""

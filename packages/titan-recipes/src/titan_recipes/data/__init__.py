@@ -1,0 +1,1 @@
+"""From files and datasets to batches of one constant shape."""

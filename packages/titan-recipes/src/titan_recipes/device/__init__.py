@@ -1,0 +1,1 @@
+"""Choose the device once and tell TorchTitan about it."""

@@ -1,0 +1,1 @@
+"""Start ranks and live one rank's life."""

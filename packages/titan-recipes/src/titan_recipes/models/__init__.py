@@ -1,0 +1,1 @@
+"""Qwen3 as TorchTitan model specs, on each route."""

@@ -1,0 +1,1 @@
+"""Mixtures of experts: the layer, its router, its dispatchers and its kernels."""

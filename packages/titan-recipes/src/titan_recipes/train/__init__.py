@@ -1,0 +1,1 @@
+"""The training loop: TorchTitan's trainer with hooks, and what watches it."""

@@ -1,0 +1,332 @@
+"""TorchTitan's trainer with hooks: progress, a stop between steps, assets in each checkpoint, held-out validation data."""
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from qwen3_core.loss import ExpectedLoss
+from torchtitan import trainer as titan
+from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.validate import Validator
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed.utils import dist_sum
+from torchtitan.tools.utils import device_type
+
+from ..checkpoint.assets import write_assets
+from ..checkpoint.completeness import check_written, guard_initialisation, states_of
+from ..checkpoint.manager import StepCheckpoints
+from ..data.loader import TextDataLoader
+from ..errors import UserError
+from ..logs import say
+from ..models.spec import hf_config, swaps
+from ..moe.kernels import check_overrides
+from ..moe.router import RoutingWatch
+from .first_loss import random_loss, report_first_loss
+from .metrics import RunMetrics
+from .stop import StopRequest
+
+__all__ = ["ShapeWatch", "Trainer", "adopt", "recast"]
+
+log = logging.getLogger(__name__)
+
+
+class Trainer(titan.Trainer):
+    """The trainer that recipes use; its Config is TorchTitan's with our components as defaults."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(titan.Trainer.Config):
+        metrics: MetricsProcessor.Config = field(default_factory=RunMetrics.Config)
+        dataloader: BaseDataLoader.Config = field(default_factory=TextDataLoader.Config)
+        checkpoint: BaseCheckpointManager.Config = field(default_factory=StepCheckpoints.Config)
+
+        expected_trainable: int | None = None
+        """Number of parameters that must train; a recipe that freezes some says how many are left. None: not checked."""
+
+    config: Config
+    checkpointer: StepCheckpoints
+    metrics_processor: RunMetrics
+
+    def __init__(self, config: Config) -> None:
+        config.validator.dataloader = validation_data(config)
+        assert config.model_spec is not None
+        self.hf_config = hf_config(config.model_spec.model, dtype=TORCH_DTYPE_MAP[config.training.dtype])
+        check_overrides(config, device_type)
+        config.model_spec = guard_initialisation(config.model_spec)
+        super().__init__(config)
+        for line in swaps(config.model_spec):  # overrides included
+            log.info("swap: %s", line)
+        self._check_ties()
+        self.stop = StopRequest()
+        self.losses = LossWatch()
+        self.expected_loss: ExpectedLoss | None = None
+        self.validated_step = -1
+        self.finished_step = 0
+        self.recipe: dict[str, object] | None = None  # set by the runner: what built this config
+        self.recipe_source: Path | None = None
+        if config.checkpoint.enable:
+            self.checkpointer.write_assets = self._write_assets
+            self.checkpointer.before_save = self._check_finite
+        if config.validator.enable:
+            validate = self.validator.validate
+            self.validator.validate = self._remembering(validate)
+        self._pad_data_to_whole_steps()
+        self.shapes = ShapeWatch()
+        self.metrics_processor.more = RoutingWatch(self.model_config, self.model_parts).record
+        self._report_parameters()
+
+    def _report_parameters(self) -> None:
+        """Say how many parameters there are and how many train, of all pipeline stages; UserError if a recipe expects others."""
+        parameters = [p for part in self.model_parts for p in part.parameters()]
+        counts = torch.tensor(
+            [sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)]
+        )
+        if self.parallel_dims.pp_enabled:
+            counts = counts.to(self.device)
+            torch.distributed.all_reduce(counts, group=self.parallel_dims.get_mesh("pp").get_group())
+        total, trainable = counts.tolist()
+        assert self.config.model_spec is not None
+        say(f"model: {self.config.model_spec.flavor}, {total:,} parameters, {trainable:,} trainable")
+        if self.config.expected_trainable not in (None, trainable):
+            raise UserError(
+                f"The recipe expects {self.config.expected_trainable:,} trainable parameters; {trainable:,} of {total:,} would train."
+            )
+
+    def _pad_data_to_whole_steps(self) -> None:
+        """TorchTitan drops a step whose batches the data cannot fill: have the loaders pad the last one."""
+        microbatches = self.num_pipeline_parallel_microbatches
+        if isinstance(self.dataloader, TextDataLoader):
+            self.dataloader.batches_per_step = self.gradient_accumulation_steps * microbatches
+        if self.config.validator.enable and isinstance(self.validator.dl_config, TextDataLoader.Config):
+            self.validator.dl_config = replace(self.validator.dl_config, batches_per_step=microbatches)
+
+    def _check_ties(self) -> None:
+        """Tied weights are one parameter in this layout, or it is refused."""
+        model = self.model_config
+        qwen3 = getattr(model, "qwen3", None)
+        if not (qwen3.tie_word_embeddings if qwen3 is not None else getattr(model, "enable_weight_tying", False)):
+            return
+        for part in self.model_parts:
+            ends = [getattr(getattr(part, name, None), "weight", None) for name in ("tok_embeddings", "lm_head")]
+            if ends[0] is not ends[1]:
+                raise UserError(
+                    "The model ties its head to its embedding, but in this layout they are two parameters that would train apart.\n"
+                    "Choose another layout (no pipeline parallelism), or tie_word_embeddings=False."
+                )
+
+    def _check_finite(self) -> None:
+        """No loss since the last look, and no weight, is NaN: such a step is not saved."""
+        self.losses.check(self.stop.highest)
+        check_written(states_of(self.model_parts), f"step {self.step}")
+
+    def _remembering(self, validate: Callable[..., None]) -> Callable[..., None]:
+        def run(model_parts: list[torch.nn.Module], step: int) -> None:
+            try:
+                validate(model_parts, step)
+            except ZeroDivisionError:  # TorchTitan divides by the number of labels: a few steps of prompts have none
+                log.warning("step %d: the validator's batches had no label, so there is no validation loss", step)
+                for part in model_parts:
+                    part.train()
+            self.validated_step = step
+
+        return run
+
+    def train(self) -> None:
+        """Train to the last step, a signal or the end of the data; leave a checkpoint of the last finished step and, unless
+        interrupted, a validation loss."""
+        self.stop.install()
+        super().train()
+        self.step = self.finished_step  # TorchTitan counts the step that ran out of data
+        if not self.finished and self.step > 0:
+            if self.stop.signal is None:
+                log.warning("the data ended after step %d of %d", self.step, self.config.training.steps)
+            self.checkpointer.save_now(self.step)
+        if self.stop.signal is None and self.config.validator.enable and self.validated_step != self.step:
+            self.validator.validate(self.model_parts, self.step)
+        if self.config.checkpoint.enable:
+            self.checkpointer.maybe_wait_for_saving()
+
+    def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
+        not_finite: RuntimeError | None = None
+        try:
+            super().train_step(data_iterator)
+        except RuntimeError as error:
+            if not str(error).startswith("Loss is not finite"):
+                self.losses.check()
+                raise
+            not_finite = error  # TorchTitan looks where the loss is; pipeline stages without one learn of it below
+        if not_finite is not None or self.metrics_processor.should_log(self.step):
+            self.losses.check(self.stop.highest)
+        if not_finite is not None:
+            raise not_finite
+        self.finished_step = self.step
+        if self.expected_loss is not None:
+            self._report_first_loss(self.expected_loss)
+            self.expected_loss = None
+
+    def forward_backward_step(self, *, global_valid_tokens: torch.Tensor, **batch: Any) -> torch.Tensor:
+        """TorchTitan's, which divides by the number of labels: a step without any has loss and gradients 0, not NaN."""
+        loss = super().forward_backward_step(global_valid_tokens=global_valid_tokens.clamp(min=1), **batch)
+        self.losses.add(self.step, loss)
+        return loss
+
+    def _report_first_loss(self, expected: ExpectedLoss) -> None:
+        total = self.losses.first
+        mesh = self.parallel_dims.get_optional_mesh("loss") if self.parallel_dims.dp_cp_enabled else None
+        loss = dist_sum(total, mesh) if mesh is not None else float(total)
+        report_first_loss(loss, expected, self.model_config.vocab_size, self.checkpointer.loaded)
+
+    def state_dict(self) -> dict[str, int]:
+        """TorchTitan's, with the tokens that all ranks saw: its own per-rank count is wrong on another number of ranks."""
+        return {"step": self.step, "ntokens_seen": self.ntokens_seen * self._data_ranks}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        self.step = state_dict["step"]
+        self.ntokens_seen = state_dict["ntokens_seen"] // self._data_ranks
+
+    @property
+    def _data_ranks(self) -> int:
+        """Ranks that see different tokens (data and context parallel)."""
+        mesh = self.parallel_dims.get_optional_mesh("loss") if self.parallel_dims.dp_cp_enabled else None
+        return mesh.size() if mesh is not None else 1
+
+    @property
+    def finished(self) -> bool:
+        """True once the last step is done, False after an interruption."""
+        return self.step >= self.config.training.steps
+
+    def should_continue_training(self) -> bool:
+        if self.metrics_processor.total_steps == 0:  # first call: weights are loaded, no step was made
+            self.metrics_processor.start(self.step, self.config.training.steps)
+            self.finished_step = self.step
+            training = self.config.training
+            batch = training.local_batch_size * self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
+            tokens = self.gradient_accumulation_steps * batch * training.seq_len
+            self.expected_loss = random_loss(self.model_parts, self.model_config.vocab_size, tokens)
+        return not self.stop.agreed() and super().should_continue_training()
+
+    def post_dataloading_process(
+        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        self.shapes.see({**input_dict, "labels": labels})
+        return super().post_dataloading_process(input_dict, labels)
+
+    def _write_assets(self, folder: Path) -> None:
+        if self.hf_config is None:
+            return
+        eos = getattr(self.tokenizer, "eos_id", None)
+        write_assets(
+            folder,
+            config={"eos_token_id": eos} | self.hf_config,  # a published model names its own
+            tokenizer_folder=Path(self.config.hf_assets_path),
+            eos_token_id=eos,
+            recipe=self.recipe,
+            recipe_source=self.recipe_source,
+        )
+
+
+_NEVER = 1 << 62
+
+
+class LossWatch:
+    """Keeps each step's loss on the device and looks at it where the host waits for the device anyway."""
+
+    def __init__(self) -> None:
+        self.first = torch.zeros(())
+        self._step = -1
+        self._unseen: list[tuple[int, torch.Tensor]] = []
+
+    def add(self, step: int, loss: torch.Tensor) -> None:
+        """`loss` of one micro-batch of `step`: this rank's part of the mean."""
+        loss = loss.detach().clone()  # under CUDA graphs the next replay overwrites it
+        if self._step in (-1, step):
+            self._step, self.first = step, self.first.to(loss.device) + loss.sum()
+        self._unseen.append((step, loss))
+
+    def check(self, highest: Callable[[int], int] = int) -> None:
+        """Raise UserError with the first step whose loss was not finite; `highest` of all ranks asks for one on any rank."""
+        seen, self._unseen = self._unseen, []
+        bad = -highest(-next((step for step, loss in seen if not bool(loss.isfinite().all())), _NEVER))
+        if bad < _NEVER:
+            raise UserError(
+                f"The loss of step {bad} is not finite; nothing was saved since. The checkpoints before are good.\n"
+                "Look at that step's batch (positions, ids, labels), lower the learning rate, or resume from the last checkpoint "
+                "with other data (--dataloader.seed)."
+            )
+
+
+class ShapeWatch:
+    """Warns when a batch has a shape that no batch had before: on Neuron each one is minutes of compilation."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def see(self, batch: dict[str, torch.Tensor]) -> None:
+        signature = ", ".join(f"{name} {tuple(t.shape)} {str(t.dtype)[6:]}" for name, t in sorted(batch.items()))
+        if signature in self.seen:
+            return
+        self.seen.append(signature)
+        if len(self.seen) > 1:
+            log.warning(
+                "%d distinct batch shapes so far, each compiles a graph on Neuron: %s",
+                len(self.seen),
+                " | ".join(self.seen),
+            )
+
+
+C = TypeVar("C")
+
+
+def recast(cls: type[C], config: Any) -> C:
+    """A dataclass of `cls` with the values of `config`, one of its parents or children; fields of one side only keep defaults."""
+    ours = {f.name for f in fields(cls) if f.init}  # type: ignore[arg-type]
+    return cls(**{f.name: getattr(config, f.name) for f in fields(config) if f.name in ours})
+
+
+def adopt(config: titan.Trainer.Config) -> Trainer.Config:
+    """A recipe's config as one of this trainer. TorchTitan's stock Trainer.Config is taken over, field by field.
+
+    Raises UserError for another trainer's config: its hooks would be lost.
+    """
+    if type(config) is titan.Trainer.Config:
+        config = recast(Trainer.Config, config)
+    if not isinstance(config, Trainer.Config):
+        raise UserError(
+            f"The recipe's config belongs to {type(config).__qualname__}; apps/train runs titan_recipes.train.trainer.Trainer. "
+            "Derive the trainer from it, or run that recipe with TorchTitan's own entry point."
+        )
+    if type(config.metrics) is MetricsProcessor.Config:
+        config.metrics = recast(RunMetrics.Config, config.metrics)
+    if type(config.checkpoint) is CheckpointManager.Config:
+        config.checkpoint = recast(StepCheckpoints.Config, config.checkpoint)
+    own = config.validator.dataloader
+    if isinstance(config.dataloader, TextDataLoader.Config) and own == Validator.Config().dataloader:
+        config.validator.dataloader = replace(_HELD_OUT)  # so that --validator.dataloader options are this loader's
+    return config
+
+
+_HELD_OUT = TextDataLoader.Config(holdout=0.0)
+"""A validator that names no data reads what the training data hold out; one that does reads all of it."""
+
+
+def validation_data(config: Trainer.Config) -> BaseDataLoader.Config:
+    """The held-out part of the training documents, unless the recipe gave the validator documents of its own."""
+    own, train = config.validator.dataloader, config.dataloader
+    if not isinstance(train, TextDataLoader.Config):
+        return own
+    if isinstance(own, TextDataLoader.Config) and own.names_data():
+        return own
+    if isinstance(own, TextDataLoader.Config):
+        asked = replace(own, sources=())  # of which parsing makes a list
+        if own.split == "train" and asked not in (TextDataLoader.Config(), _HELD_OUT):
+            raise UserError(
+                "The validator's dataloader has settings but names no data, so the held-out part of the training data would be read "
+                "without them.\nName its data (--validator.dataloader.dataset_path), or set the training dataloader's."
+            )
+    elif own != Validator.Config().dataloader:
+        return own
+    return replace(train, split="validation", infinite=False)
