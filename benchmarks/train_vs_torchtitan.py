@@ -28,7 +28,8 @@ def child(side: str, folder: str) -> None:
     from titan_recipes.device.select import set_device
 
     set_device("cpu")
-    from titan_recipes.launch.rank import Options, build_config
+    from titan_recipes.config.build import build_config
+    from titan_recipes.config.options import Options
     from titan_recipes.logs import set_up_logging
     from titan_recipes.recipes import find_recipe
 
@@ -57,7 +58,7 @@ def child(side: str, folder: str) -> None:
 
 def stock(config: Any) -> Any:
     """The same run on TorchTitan's own classes."""
-    from titan_recipes.train.trainer import recast
+    from titan_recipes.config.adopt import recast
     from torchtitan.components.checkpointer import CheckpointManager
     from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.trainer import Trainer

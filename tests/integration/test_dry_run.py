@@ -5,6 +5,7 @@ import re
 
 import pytest
 from titan_recipes.errors import UserError
+from titan_recipes.preflight import dry_run
 from titan_recipes.preflight import plan as planning
 
 from integration.app import fork_app
@@ -35,7 +36,7 @@ def test_a_dry_run_prints_mesh_memory_and_shapes_of_the_planned_world(tmp_path):
     ],
 )
 def test_a_parameters_layer_is_known_by_its_name_in_either_model_code(name, place):
-    assert planning._place(name) == place
+    assert dry_run._place(name) == place
 
 
 def test_a_plan_that_cannot_work_is_refused_with_every_reason(tmp_path):

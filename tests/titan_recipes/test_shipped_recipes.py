@@ -13,8 +13,8 @@ from neuron_parallel import memory
 from titan_recipes.config.device_defaults import apply_device_defaults
 from titan_recipes.moe.kernels import check_overrides, kernel
 from titan_recipes.moe.router import BalancedRouter
-from titan_recipes.preflight.checks import world_size_of
-from titan_recipes.preflight.plan import check_plan, plan_of
+from titan_recipes.preflight.layout import world_size_of
+from titan_recipes.preflight.plan import check_memory, plan_of
 from titan_recipes.preflight.rehearsal import Peak, rehearse
 from titan_recipes.recipes import list_recipes, load_recipe
 from torchtitan.models.common.moe import MoE
@@ -83,7 +83,7 @@ def test_the_planner_accepts_a_recipe_and_its_formulas_give_the_memory_that_the_
     config = recipe(name)()
     apply_device_defaults(config, "neuron")
     world = world_size_of(config)
-    check_plan(config, world, "neuron")
+    check_memory(config, world)
     plan, shape, how = plan_of(config, world)
     said = float(re.search(r"([\d.]+) GiB per core", recipe(name).__doc__)[1])
     bound = 0.07 if "simple_fsdp" in name else 0.05  # SimpleFSDP is not modelled apart

@@ -51,7 +51,7 @@ def test_set_device_reaches_titan_modules_and_lists_what_it_set():
     assert out.returncode == 0, out.stderr
     assert out.stdout.splitlines() == [
         "torchtitan.tools.utils.device_type = 'cpu'",
-        "torchtitan.tools.utils.device_module = titan_recipes.device.select.CpuModule",
+        "torchtitan.tools.utils.device_module = titan_recipes.device.cpu.CpuModule",
     ]
 
 

@@ -121,7 +121,9 @@ def test_another_model_keeps_how_a_recipe_parallelises_and_another_routes_code_i
         use_model(config, **change)
         assert config.model_spec.parallelize_fn is ours
     assert config.model_spec.model.qwen3 == MODELS["debug-moe"]
-    with pytest.raises(UserError, match=r"function of its own \(titan_recipes\.models\.simple_fsdp\).*\n.*Keep the route"):
+    with pytest.raises(
+        UserError, match=r"function of its own \(titan_recipes\.models\.simple_fsdp\).*\n.*Keep the route"
+    ):
         use_model(config, route="transformers")
 
 

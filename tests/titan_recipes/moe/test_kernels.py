@@ -98,7 +98,7 @@ def test_one_override_is_registered_for_each_operator_and_globs_however_often_it
         (kernel("experts", "layers.9.*"), SIZES, r"(?s)named 'layers\.9\.\*'.*has 3, layers\.0\.moe.* to layers\.2\.moe"),
         (kernel("experts"), DENSE, r"(?s)for GroupedExperts, and the config has none.*mixture of experts"),
         (f"{HERE}.idle", SIZES, r"idle replaces nothing"),  # anybody's override
-        ("titan_recipes.moe.kernels.nothing", SIZES, r"names no registered.*there are titan_recipes\.kernels\.experts, titan_recipes\.kernels\.rope"),
+        ("titan_recipes.moe.kernels.nothing", SIZES, r"names no registered.*there are titan_recipes\.moe\.kernels\.experts, titan_recipes\.moe\.kernels\.rope"),
         ("no_such_module.kernel", SIZES, "could not be imported"),
     ],
 )  # fmt: skip

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from qwen3_core import Qwen3Config
 from titan_recipes.cli import main
+from titan_recipes.config.build import build_config
+from titan_recipes.config.options import Options
 from titan_recipes.data.loader import TextDataLoader
 from titan_recipes.errors import UserError
-from titan_recipes.launch.rank import Options, build_config
 from titan_recipes.models.simple_fsdp import simple_fsdp
 from titan_recipes.models.spec import model_spec
 from titan_recipes.moe.router import use_balance_loss
@@ -35,12 +36,12 @@ def config(route: str = "native", model: Qwen3Config = UNTIED, **parallelism: An
 REFUSED = [
     ({"context_parallel_degree": 2, "spmd_backend": "partial_dtensor"}, "spmd_types' alone", "spmd_backend spmd_types"),
     ({"context_parallel_degree": 2, "context_parallel_load_balancer": "ptrr"}, "block masks", "headtail or None"),
-    ({"context_parallel_degree": 3}, "multiple of 6", "nearest: 60"),
-    ({"pipeline_parallel_degree": 5}, "cannot be greater than", "pipeline_parallel_degree"),
+    ({"context_parallel_degree": 3}, "multiple of 6", "nearest: 60 or 66"),
+    ({"pipeline_parallel_degree": 5}, "pp 5 stages for 2 layers", "--parallelism.pipeline_parallel_degree"),
     ({"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": "Interleaved1F1B"}, "cannot be greater", "less_layers"),
     ({"pipeline_parallel_degree": 2, "pipeline_parallel_layers_per_stage": 1}, "exactly 1 stage per rank", "layers_per_stage"),
     ({"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "DualPipeV"}, "loss on the first rank", "ZBVZeroBubble"),
-    ({"tensor_parallel_degree": 4}, "does not divide the 2 KV heads", "valid degrees: [1, 2]"),
+    ({"tensor_parallel_degree": 4}, "tp 4 does not divide num_key_value_heads 2; 2 would", "--parallelism.tensor_parallel_degree"),
 ]  # fmt: skip
 
 

@@ -1,21 +1,19 @@
 """The command line of apps/train: parse, check, start the ranks. Nothing heavy is imported before it is needed."""
 
 import argparse
-import os
-import shlex
 import signal
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
+from . import environment
+from .config.options import OUTPUTS, Options
 from .errors import UserError
 from .recipes import Recipe, find_recipe, list_recipes
 
 __all__ = ["main"]
 
 DEFAULT_RECIPE = "debug"
-OUTPUTS = "outputs"
 
 _EPILOG = """\
 Every option of TorchTitan's config passes through as --section.option value, for instance
@@ -31,7 +29,7 @@ def main(arguments: list[str], recipes: Path) -> int:
     try:
         return _main(arguments, recipes)
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if environment.is_first():
             print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
@@ -100,100 +98,121 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _main(arguments: list[str], recipes: Path) -> int:
-    parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
+    asked, rest = _parser().parse_known_args(arguments)
     named = bool(rest) and not rest[0].startswith("-")
-    if options.help and not named:
-        parser.print_help()
+    if asked.help and not named:
+        _parser().print_help()
         return 0
-    if options.list:
+    if asked.list:
         _print_list(recipes)
         return 0
     name = rest.pop(0) if named else DEFAULT_RECIPE
-    if options.nproc is not None and options.nproc < 1:
-        raise UserError(f"--nproc {options.nproc} is not a number of ranks; give 1 or more.")
-    _refuse_unheeded(options)
+    _refuse_unheeded(asked)
     recipe = find_recipe(name, recipes)
+    _warn_of_untested(asked.allow_untested)
+    if environment.is_first():
+        print(f"{recipe.name}: loading torch and TorchTitan ...", flush=True)
+    options = _options(asked, recipe, rest, arguments)
+    if asked.help:
+        from .config.build import build_config
 
+        build_config(replace(options, titan_args=(*rest, "--help")))
+    if asked.dry_run:
+        return _dry_run(asked, options)
+    return _train(asked, options)
+
+
+def _warn_of_untested(allowed: bool) -> None:
     from .versions import check_versions
 
-    for mismatch in check_versions(options.allow_untested):
+    for mismatch in check_versions(allowed):
         print(f"warning: untested {mismatch}", file=sys.stderr)
 
-    under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    first = os.environ.get("RANK", "0") == "0"
-    if under_torchrun and options.nproc not in (None, int(os.environ["WORLD_SIZE"])):
-        raise UserError(
-            f"--nproc {options.nproc}, but torchrun started {os.environ['WORLD_SIZE']} ranks: leave --nproc out."
-        )
-    if first:
-        print(f"{recipe.name}: loading torch and TorchTitan ...", flush=True)
 
+def _options(asked: argparse.Namespace, recipe: Recipe, rest: list[str], arguments: list[str]) -> Options:
+    """The run that was asked for; its device is chosen and set."""
     from .device.select import choose_device, set_device
-    from .launch.compare_modes import compare_modes
-    from .launch.rank import Options, build_config, run_rank
+    from .launch.command import resume_command
+    from .launch.run_folder import run_folder
     from .logs import set_up_logging
 
-    set_up_logging(None, console=first)
-
-    device = choose_device("cpu" if options.dry_run else options.device)
-    if options.instance and not options.dry_run and device != "neuron":
+    set_up_logging(None, console=environment.is_first())
+    device = choose_device("cpu" if asked.dry_run else asked.device)
+    if asked.instance and not asked.dry_run and device != "neuron":
         raise UserError(f"--instance is for Neuron's memory, or a --dry-run; this run is on {device}.")
-    folder = options.dump_folder or _run_folder(recipe, options.resume, under_torchrun)
-    run_options = Options(
-        recipe,
-        tuple(rest),
-        device,
-        folder,
-        _resume_command(arguments, recipe, folder),
-        options.model,
-        options.route,
-        options.profile,
-    )
+    folder = asked.dump_folder or run_folder(recipe, resume=asked.resume)
     set_device(device)
     if device == "cpu":
         import torch
 
-        # Ranks are forked: an OpenMP pool that a recipe's tensors made in this process would be dead in theirs, and waited
-        # for. With one thread there is no pool; each rank sets its own number.
+        # Ranks are forked: an OpenMP pool that a recipe's tensors made in this process would be dead in theirs, and
+        # waited for. With one thread there is no pool; each rank sets its own number.
         torch.set_num_threads(1)
-    if options.help:
-        build_config(replace(run_options, titan_args=(*rest, "--help")))
+    return Options(
+        recipe=recipe,
+        titan_args=tuple(rest),
+        device=device,
+        dump_folder=folder,
+        command=resume_command(arguments, folder),
+        model=asked.model,
+        route=asked.route,
+        profile=asked.profile,
+    )
 
+
+def _dry_run(asked: argparse.Namespace, options: Options) -> int:
+    from .config.build import build_config
+    from .preflight.dry_run import dry_run
+
+    return dry_run(build_config(replace(options, device="neuron")), asked.nproc, asked.instance)
+
+
+def _train(asked: argparse.Namespace, options: Options) -> int:
+    """Check the run, say what it is, and start its ranks. Returns the exit code."""
+    from .config.build import build_config
     from .moe.kernels import check_overrides
-    from .preflight.checks import check, world_size_of
-    from .preflight.plan import check_plan, dry_run
+    from .preflight.checks import check
+    from .preflight.layout import world_size_of
+    from .preflight.plan import check_memory
 
-    if options.dry_run:
-        planned = build_config(replace(run_options, device="neuron"))
-        return dry_run(planned, options.nproc, options.instance)
-    config = build_config(run_options)
-    world = int(os.environ["WORLD_SIZE"]) if under_torchrun else options.nproc or world_size_of(config)
-    overrides = check_overrides(config, device)
-    check(config, world, resume=options.resume)
-    check_plan(config, world, device, options.instance)
-    if first:
-        print(
-            f"device: {device}{' (chosen by auto)' if options.device == 'auto' else ''}, {world} rank{'s' if world > 1 else ''}"
-        )
+    config = build_config(options)
+    launched = environment.is_launched()
+    world = environment.world_size() if launched else asked.nproc or world_size_of(config)
+    overrides = check_overrides(config, options.device)
+    check(config, world, resume=asked.resume)
+    if options.device == "neuron":
+        check_memory(config, world, asked.instance)
+    if environment.is_first():
+        chosen = " (chosen by auto)" if asked.device == "auto" else ""
+        print(f"device: {options.device}{chosen}, {world} rank{'s' if world > 1 else ''}")
         for line in overrides:
             print(f"override: {line}")
-        print(f"run folder: {folder}", flush=True)
-    if options.compare_modes:
-        if under_torchrun:
-            raise UserError("--compare-modes starts its ranks itself, twice: run it without torchrun.")
-        return compare_modes(run_options, world, config.training.mixed_precision_param)
-    if under_torchrun:
-        outcome = run_rank(run_options)
+        print(f"run folder: {options.dump_folder}", flush=True)
+    if asked.compare_modes:
+        from .launch.compare_modes import compare_modes
+
+        return compare_modes(options, world, config.training.mixed_precision_param)
+    if launched:
+        from .launch.rank import run_rank
+
+        outcome = run_rank(options)
     else:
         from .launch.elastic import launch
 
-        outcome = launch(run_options, world)
+        outcome = launch(options, world)
     return 0 if outcome.signal is None else 128 + outcome.signal
 
 
 def _refuse_unheeded(options: argparse.Namespace) -> None:
-    """UserError for two flags of which one would have no effect."""
+    """UserError for a flag that could not have its effect, alone or beside another."""
+    if options.nproc is not None and options.nproc < 1:
+        raise UserError(f"--nproc {options.nproc} is not a number of ranks; give 1 or more.")
+    if environment.is_launched() and options.nproc not in (None, environment.world_size()):
+        raise UserError(
+            f"--nproc {options.nproc}, but torchrun started {environment.world_size()} ranks: leave --nproc out."
+        )
+    if environment.is_launched() and options.compare_modes:
+        raise UserError("--compare-modes starts its ranks itself, twice: run it without torchrun.")
     for flag, others in {"dry_run": ("compare_modes", "profile", "resume"), "compare_modes": ("resume",)}.items():
         for other in others:
             if getattr(options, flag) and getattr(options, other):
@@ -206,40 +225,3 @@ def _print_list(recipes: Path) -> None:
     width = max((len(recipe.name) for recipe in found), default=0)
     for recipe in found:
         print(f"{recipe.name:<{width}}  {recipe.summary}")
-
-
-def _run_folder(recipe: Recipe, resume: bool, under_torchrun: bool) -> str:
-    if resume:
-        runs = sorted(Path(OUTPUTS).glob(f"{recipe.function}-*"), key=lambda run: run.name)
-        with_checkpoint = [run for run in runs if any(run.glob("checkpoint/step-*/.metadata"))]
-        if not with_checkpoint:
-            raise UserError(
-                f"--resume: no run of {recipe.function!r} with a complete checkpoint in {OUTPUTS}/.\n"
-                "Name the run with --dump_folder, or start without --resume."
-            )
-        return str(with_checkpoint[-1])
-    name = f"{OUTPUTS}/{recipe.function}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return _same_on_all_ranks(name) if under_torchrun and os.environ["WORLD_SIZE"] != "1" else name
-
-
-def _same_on_all_ranks(name: str) -> str:
-    """Rank 0's `name`, through the store that torchrun keeps for the job."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        raise UserError("Several ranks without torchrun's store: name the run's folder with --dump_folder.")
-    from torch.distributed import PrefixStore, TCPStore
-
-    agent = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    store = PrefixStore(f"titan-recipes-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", agent)
-    if os.environ["RANK"] == "0":
-        store.set("run", name)
-    return bytes(store.get("run")).decode()
-
-
-def _resume_command(arguments: list[str], recipe: Recipe, folder: str) -> str:
-    """The same command, going on in the same folder."""
-    kept, skip = [], False
-    for argument in arguments:
-        if not skip and argument != "--resume" and argument.partition("=")[0] != "--dump_folder":
-            kept.append(argument)
-        skip = argument == "--dump_folder"
-    return f"uv run apps/train {shlex.join([*kept, '--resume', '--dump_folder', folder])}"

@@ -1,53 +1,32 @@
 """TorchTitan's checkpoint manager, made safe to kill and to export from.
 
-A step folder is whole when DCP's `.metadata` is in it: DCP writes that last, by rename. Here each step also carries `assets/`
-(written before), so that it can be exported from its folder alone, and no folder but `step-<number>` is ever read or deleted.
+Each step also carries `assets/`, written before its tensors, so that it can be exported from its folder alone.
 """
 
 import logging
-import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from hf_ckpt_adapter.sources import ASSETS
 from torch import distributed as dist
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.stateful import Stateful
-from torchtitan.components.checkpointer.base import DATALOADER, LR_SCHEDULER, MODEL, OPTIMIZER, TRAIN_STATE
+from torchtitan.components.checkpointer.base import MODEL
 from torchtitan.components.checkpointer.dcp import CheckpointManager
 from torchtitan.tools import utils
 
 from ..errors import UserError
 from ..logs import say
 from .completeness import CountingPlanner, check_written, poison, states_of
+from .steps import ASSETS, complete_steps, entries, step_folder
+from .strict import compare_with_checkpoint
 
-__all__ = ["StepCheckpoints", "complete_steps", "step_folder"]
+__all__ = ["StepCheckpoints"]
 
 log = logging.getLogger(__name__)
-
-
-def step_folder(folder: Path, step: int) -> Path:
-    return folder / f"step-{step}"
-
-
-def complete_steps(folder: Path) -> list[int]:
-    """Steps whose folder is whole, ascending. Names other than step-<number> are not ours."""
-    steps = [int(m[1]) for p in _listing(folder) if (m := re.fullmatch(r"step-(\d+)", p.name))]
-    return sorted(step for step in steps if (step_folder(folder, step) / ".metadata").is_file())
-
-
-def _listing(folder: Path) -> list[Path]:
-    try:
-        return list(folder.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
 
 
 class StepCheckpoints(CheckpointManager):
@@ -150,7 +129,7 @@ class StepCheckpoints(CheckpointManager):
     def _find_load_step(self, folder: str = "") -> int:
         root = Path(folder or self.folder)
         steps = complete_steps(root)
-        for path in sorted(_listing(root)):
+        for path in sorted(entries(root)):
             if path.name.startswith("step-") and path not in [step_folder(root, s) for s in steps]:
                 log.warning("%s is not a complete checkpoint: ignored", path)
         latest = steps[-1] if steps else -1
@@ -172,55 +151,3 @@ class StepCheckpoints(CheckpointManager):
         folder = Path(self.folder)
         for step in complete_steps(folder)[: -self.keep_latest_k]:
             self.purge_queue.put(str(step_folder(folder, step)))
-
-
-def compare_with_checkpoint(
-    state_dict: dict[str, Any], metadata: Metadata, checkpoint: str, excluded: Sequence[str] = ()
-) -> None:
-    """Raise UserError listing keys that are missing, unexpected or of another shape in a checkpoint. Collective.
-
-    A model-only load (no train_state among the wanted keys) may leave the checkpoint's optimizer and loader state aside.
-    """
-    wanted, _ = flatten_state_dict({k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()})
-    found = metadata.state_dict_metadata
-    missing = sorted(wanted.keys() - found.keys())
-    model_only = not any(key.startswith(f"{TRAIN_STATE}.") for key in wanted)
-    skipped = tuple(
-        f"{key}." for key in ((TRAIN_STATE, OPTIMIZER, DATALOADER, LR_SCHEDULER) if model_only else excluded)
-    )
-    unexpected = sorted(
-        key
-        for key in found.keys() - _names_of_all_ranks(wanted)
-        if not key.startswith(skipped) and not _optimizer(key, skipped)
-    )
-    shapes = []
-    for key, value in sorted(wanted.items()):
-        stored = found.get(key)
-        if isinstance(value, torch.Tensor) and isinstance(stored, TensorStorageMetadata) and stored.size != value.shape:
-            shapes.append(f"{key}: {tuple(stored.size)} in the checkpoint, {tuple(value.shape)} here")
-    lines = [
-        f"{len(keys)} {what}: {'; '.join(keys[:4])}{' ...' if len(keys) > 4 else ''}"
-        for what, keys in (("missing", missing), ("unexpected", unexpected), ("of another shape", shapes))
-        if keys
-    ]
-    if lines:
-        raise UserError(
-            f"{checkpoint} does not fit this recipe:\n  "
-            + "\n  ".join(lines)
-            + "\nResume with the recipe that wrote it (its "
-            "assets/recipe.json), or leave parts out with --checkpoint.exclude_from_loading optimizer,lr_scheduler,dataloader."
-        )
-
-
-def _names_of_all_ranks(wanted: dict[str, Any]) -> set[str]:
-    """A pipeline stage holds some of the layers; a checkpoint holds those of all."""
-    names: list[Any] = [list(wanted)]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        names *= dist.get_world_size()
-        dist.all_gather_object(names, list(wanted))
-    return set().union(*names)
-
-
-def _optimizer(key: str, skipped: tuple[str, ...]) -> bool:
-    """TorchTitan's optimizer keys are flat: state.<parameter>.<moment> and param_groups.<parameter>.<setting>."""
-    return f"{OPTIMIZER}." in skipped and key.startswith(("state.", "param_groups."))

@@ -2,7 +2,7 @@
 
 Unlike TorchTitan's own, they refuse names that they do not know, convert the experts of both, and leave their input alone.
 Starting weights do not pass through them: `reader` lets DCP read a Hugging Face folder as if it had been saved from the
-model (see `checkpoint.py`), each rank its own rows.
+model (see `manager.py`), each rank its own rows.
 """
 
 from pathlib import Path
@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from hf_ckpt_adapter import CheckpointReader, Layout, convert_state, read_names, write_names
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import Placement, Shard, _StridedShard
+from torch.distributed.tensor.placement_types import Placement, Shard
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 from torchtitan.tools.logging import logger
+
+from ..upstream import StridedShard, compute_local_shape_and_global_offset
 
 __all__ = ["BackendStateDictAdapter", "NativeStateDictAdapter"]
 
@@ -125,10 +126,10 @@ def _stack_like(stack: DTensor, experts: list[torch.Tensor]) -> DTensor:
 
 
 def _splits(placement: Placement, dim: int) -> bool:
-    return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
+    return isinstance(placement, (Shard, StridedShard)) and placement.dim == dim
 
 
 def _one_dimension_less(placement: Placement) -> Placement:
-    if isinstance(placement, _StridedShard):
-        return _StridedShard(placement.dim - 1, split_factor=placement.split_factor)
+    if isinstance(placement, StridedShard):
+        return StridedShard(placement.dim - 1, split_factor=placement.split_factor)
     return Shard(placement.dim - 1) if isinstance(placement, Shard) else placement

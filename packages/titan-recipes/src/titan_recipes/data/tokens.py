@@ -8,7 +8,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import UserError
+from ..files import replacing
 from .chat import Spans, ready_template, render
 from .documents import digest
 from .source import Row, Source, files_of, hub_dataset, rows
@@ -94,14 +94,9 @@ def _make_kept(folder: Path, source: Source, tokenizer: Any) -> None:
     with FileLock(folder.with_suffix(".lock")):
         if (folder / "store.json").is_file():  # another process made it while this one waited
             return
-        temporary = folder.with_suffix(".tmp")
-        shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed: we hold the lock
-        temporary.mkdir()
-        try:
+        with replacing(folder) as temporary:
+            temporary.mkdir()
             _write(temporary, source, tokenizer)
-            temporary.rename(folder)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
 
 
 @lru_cache(maxsize=8)

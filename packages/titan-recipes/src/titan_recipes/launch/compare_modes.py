@@ -7,15 +7,14 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
 
+from ..config.options import Mode, Options
 from ..errors import RankFailed
 from ..logs import say
+from ..train.metrics import METRICS_FILE, read_metrics
+from .elastic import launch
 
-__all__ = ["Mode", "compare_modes", "prepare", "table"]
-
-Mode = Literal["eager", "compiled"]
-STEPS = 6
+__all__ = ["compare_modes", "table"]
 
 PARTED = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
 """Nats by which two orders of the same sums may differ after some steps, by the dtype that is computed in."""
@@ -30,25 +29,8 @@ class Step:
     seconds: float
 
 
-def prepare(config: Any, mode: Mode, steps: int | None) -> None:
-    """Make `config` a run to compare: `steps` steps (None: as configured), each logged, none saved or validated."""
-    config.compile.enable = mode == "compiled"
-    config.metrics.log_freq = 1
-    config.validator.enable = False
-    config.checkpoint.load_only = True
-    if config.debug.seed is None:
-        config.debug.seed = 0  # both start from the same random weights
-    if steps is not None:
-        config.lr_scheduler.total_steps = (
-            config.lr_scheduler.total_steps or config.training.steps
-        )  # the recipe's schedule
-        config.training.steps = steps
-
-
-def compare_modes(options: Any, world_size: int, dtype: str) -> int:
+def compare_modes(options: Options, world_size: int, dtype: str) -> int:
     """Run both modes and print the comparison. 0 if both ran and stayed together, 1 if not."""
-    from .elastic import launch
-
     runs: dict[Mode, list[Step]] = {}
     graphs: dict[Mode, int] = {}
     modes: tuple[Mode, ...] = ("eager", "compiled")
@@ -99,8 +81,6 @@ def parting_step(eager: Sequence[Step], compiled: Sequence[Step], bound: float) 
 
 
 def _read(run: Path) -> list[Step]:
-    from ..train.metrics import METRICS_FILE, read_metrics
-
     steps, seen = [], 0
     for record in read_metrics(run / METRICS_FILE):
         tokens, seen = record["n_tokens_seen"] - seen, record["n_tokens_seen"]

@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from ..config.options import Options
 from ..errors import RankFailed
 from ..logs import say
-from .rank import Options, Outcome, run_rank
+from .rank import Outcome, run_rank
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

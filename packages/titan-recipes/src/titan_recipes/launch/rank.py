@@ -9,35 +9,15 @@ import sys
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from .. import environment
+from ..checkpoint.steps import step_folder
+from ..config.build import build_config
+from ..config.options import Options
 from ..errors import UserError
 from ..logs import say, set_up_logging
-from ..recipes import Recipe, load_recipe
-from .compare_modes import STEPS, Mode, prepare
 
-__all__ = ["Options", "Outcome", "build_config", "run_rank", "train_rank"]
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the command line asked for. Picklable: spawned ranks get it as it is."""
-
-    recipe: Recipe
-    titan_args: tuple[str, ...]
-    device: str
-    """Resolved: neuron, cuda or cpu."""
-    dump_folder: str
-    command: str
-    """The command as the user typed it, to print how to resume."""
-    model: str | None = None
-    """Instead of the recipe's: a folder, a Hub id or a name."""
-    route: str | None = None
-    """Instead of the recipe's: native, transformers or kernels."""
-    profile: bool = False
-    """Trace one step."""
-    mode: Mode | None = None
-    """One side of --compare-modes."""
+__all__ = ["Outcome", "run_rank", "train_rank"]
 
 
 @dataclass(frozen=True)
@@ -48,59 +28,6 @@ class Outcome:
     signal: int | None
     graphs: int = 0
     """Graphs that torch.compile made on this rank."""
-
-
-def build_config(options: Options) -> Any:
-    """The recipe's Trainer.Config with the device's defaults, then the --section.option flags, applied.
-
-    Needs the device to be set. A wrong flag ends the process with tyro's message, which suggests the near one.
-    """
-    import tyro
-    from torchtitan.config.manager import ConfigManager, custom_registry
-    from torchtitan.trainer import Trainer
-
-    from ..config.device_defaults import apply_device_defaults
-    from ..data.loader import heed_flags
-    from ..models.spec import use_model
-    from ..train.trainer import adopt
-
-    config = load_recipe(options.recipe)()
-    if not isinstance(config, Trainer.Config):
-        raise UserError(
-            f"Recipe {options.recipe.name!r} returned {type(config).__name__}; a recipe returns a TorchTitan Trainer.Config "
-            "(use titan_recipes.train.trainer.Trainer.Config)."
-        )
-    config = adopt(config)
-    if options.model or options.route:
-        use_model(config, options.model, route=options.route)
-    config.dump_folder = options.dump_folder
-    for line in apply_device_defaults(config, options.device):
-        say(f"{options.device}: {line}")
-    ConfigManager()  # registers TorchTitan's parsing rules
-    try:
-        config = tyro.cli(
-            type(config),
-            args=list(options.titan_args),
-            default=config,
-            registry=custom_registry,
-            prog=f"apps/train {options.recipe.name}",
-            console_outputs=os.environ.get("RANK", "0") == "0",
-        )
-    except AssertionError as error:  # some of TorchTitan's configs refuse a value so; tyro itself reports ValueErrors
-        raise UserError(f"An option has a value that TorchTitan refuses: {error}.") from None
-    given = {argument.partition("=")[0].lstrip("-").replace("-", "_") for argument in options.titan_args}
-    heed_flags(config.dataloader, given)
-    if config.training.steps < 1:
-        raise UserError(f"training.steps {config.training.steps} is no run; give 1 or more.")
-    if options.profile:
-        from ..train.profiler import TRACED_STEP, StepProfiler
-
-        config.profiler = StepProfiler.Config()
-        if config.training.steps < TRACED_STEP:
-            raise UserError(f"--profile traces step {TRACED_STEP}; give it --training.steps {TRACED_STEP} or more.")
-    if options.mode is not None:
-        prepare(config, options.mode, None if "training.steps" in given else STEPS)
-    return config
 
 
 def run_rank(options: Options) -> Outcome:
@@ -119,14 +46,13 @@ def run_rank(options: Options) -> Outcome:
     os._exit(1)  # skips atexit: collectives of a broken group can block there
 
 
-_BLOCKING = {"neuron": "NEURON_LAUNCH_BLOCKING", "cuda": "CUDA_LAUNCH_BLOCKING"}
-
-
 def explain_late_error(error: BaseException, device: str) -> str:
-    """A note for an error that a device may have reported late, else nothing. Accelerators run behind the host: an
-    operation's error, out-of-memory included, surfaces where the host next waits for the device."""
-    variable = _BLOCKING.get(device)
-    if variable is None or not isinstance(error, RuntimeError) or os.environ.get(variable) == "1":
+    """Return a note for an error that a device may have reported late, else nothing.
+
+    Accelerators run behind the host: an operation's error, out-of-memory included, surfaces where the host next waits.
+    """
+    variable, is_set = environment.blocks_at_each_launch(device)
+    if is_set or not isinstance(error, RuntimeError):
         return ""
     return (
         f"\nnote: the {device} device reports errors late. The operation that failed may lie before the last line above;\n"
@@ -135,8 +61,8 @@ def explain_late_error(error: BaseException, device: str) -> str:
 
 
 def _print_error(text: str) -> None:
-    rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    head = f"[rank {rank} of {world}] " if world != "1" else ""
+    rank, world = environment.rank(), environment.world_size()
+    head = f"[rank {rank} of {world}] " if world > 1 else ""
     sys.stderr.write(head + text.rstrip() + "\n")
 
 
@@ -144,21 +70,21 @@ def train_rank(options: Options) -> Outcome:
     """The whole of a rank's work. Expects RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them."""
     import torch
 
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    rank, world = environment.rank(), environment.world_size()
     set_up_logging(Path(options.dump_folder) / "logs" / f"rank-{rank}.log", console=False)
     from ..device.select import set_device
 
     changes = set_device(options.device)
     if options.device == "cpu":
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or max(1, usable_cores() // local_world)))
+        torch.set_num_threads(environment.usable_threads())
     from torch import distributed as dist
-    from torchtitan.components.metrics import _get_metrics_rank
     from torchtitan.distributed import ParallelDims
+
+    from ..upstream import get_metrics_rank, graph_counters
 
     config = build_config(options)
     dims = ParallelDims.from_config(config.parallelism, world)
-    prints = rank == _get_metrics_rank(parallel_dims=dims, pp_schedule=config.parallelism.pipeline_parallel_schedule)
+    prints = rank == get_metrics_rank(parallel_dims=dims, pp_schedule=config.parallelism.pipeline_parallel_schedule)
     set_up_logging(Path(options.dump_folder) / "logs" / f"rank-{rank}.log", console=prints)
     import logging
 
@@ -183,7 +109,7 @@ def train_rank(options: Options) -> Outcome:
     step = trainer.step
     dist.destroy_process_group()
     if prints and stopped_by is not None:
-        folder = Path(options.dump_folder) / config.checkpoint.folder / f"step-{step}"
+        folder = step_folder(Path(options.dump_folder) / config.checkpoint.folder, step)
         where = (
             f"checkpoint: {folder}" if step and config.checkpoint.enable else "no step was finished, nothing to save"
         )
@@ -194,11 +120,4 @@ def train_rank(options: Options) -> Outcome:
         from ..publish.publish import publish
 
         publish(trainer)
-    from torch._dynamo.utils import counters
-
-    return Outcome(step, stopped_by, counters["stats"]["unique_graphs"])
-
-
-def usable_cores() -> int:
-    """Cores that this process may use: a container or taskset often allows fewer than the host has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Outcome(step, stopped_by, graph_counters["stats"]["unique_graphs"])

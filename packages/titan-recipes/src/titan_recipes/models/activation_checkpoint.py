@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
+
+from ..upstream import checkpoint_wrapper
 
 __all__ = ["SaveLinears"]
 

@@ -18,14 +18,14 @@ import spmd_types as spmd
 import torch
 import torch.nn.functional as F
 from qwen3_core import Qwen3Config
-from torch.distributed._functional_collectives import all_gather_single
 from torchtitan.distributed.spmd_types import current_spmd_mesh, spmd_mesh_size
 from torchtitan.models.qwen3.model import Qwen3Model
 from torchtitan.protocols.module import Module
 
+from ..upstream import all_gather_single
 from .pipeline_stages import sendable, sends_its_gradient
 
-__all__ = ["Mask", "MaskedQwen3Model", "SDPAttention", "attention_mask_B1LK"]
+__all__ = ["Mask", "MaskedQwen3Model", "SDPAttention", "attention_mask_B1LK", "sdpa"]
 
 Mask = Literal["causal", "block"]
 
@@ -75,6 +75,40 @@ def _in_sequence(x: torch.Tensor, ranks: int) -> torch.Tensor:
     return torch.cat((pairs[..., 0, :], pairs[..., 1, :].flip(-2)), -2).flatten(-2)
 
 
+def sdpa(
+    query_BNLH: torch.Tensor,
+    key_BNKH: torch.Tensor,
+    value_BNKH: torch.Tensor,
+    mask_B1LK: torch.Tensor | None,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Attend with torch's scaled_dot_product_attention; both routes call this.
+
+    Args:
+        query_BNLH: [B, N, L, H].
+        key_BNKH: [B, M, K, H]; M divides N when `enable_gqa`.
+        value_BNKH: like the keys.
+        mask_B1LK: boolean, True where a query may see a key; None is causal.
+        scale: factor on the scores, by default 1 / sqrt(H).
+        enable_gqa: whether several query heads share a key head.
+
+    Returns:
+        [B, L, N, H].
+    """
+    out_BNLH = F.scaled_dot_product_attention(
+        query_BNLH,
+        key_BNKH,
+        value_BNKH,
+        attn_mask=mask_B1LK,
+        is_causal=mask_B1LK is None,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+    return out_BNLH.transpose(1, 2)
+
+
 class SDPAttention(Module):
     """Inner attention over F.scaled_dot_product_attention; `attention_masks` is a boolean [B, 1, L, K] or None (causal)."""
 
@@ -100,16 +134,8 @@ class SDPAttention(Module):
     ) -> torch.Tensor:
         if self.logit_scale != 1.0:
             scale = self.logit_scale * (q_BLNH.shape[-1] ** -0.5 if scale is None else scale)
-        out_BNLH = F.scaled_dot_product_attention(
-            q_BLNH.transpose(1, 2),
-            k_BLNH.transpose(1, 2),
-            v_BLNH.transpose(1, 2),
-            attn_mask=attention_masks,
-            is_causal=attention_masks is None,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
-        return out_BNLH.transpose(1, 2)
+        q_BNLH, k_BNKH, v_BNKH = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
+        return sdpa(q_BNLH, k_BNKH, v_BNKH, attention_masks, scale=scale, enable_gqa=enable_gqa)
 
 
 class MaskedQwen3Model(Qwen3Model):

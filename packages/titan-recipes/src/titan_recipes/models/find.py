@@ -14,6 +14,7 @@ from typing import Any
 
 from qwen3_core import MODELS, Qwen3Config
 
+from ..checkpoint.steps import ASSETS, is_step
 from ..errors import UserError
 
 __all__ = ["Model", "ModelSource", "find_model", "refuse_remote_code"]
@@ -43,14 +44,14 @@ class ModelSource:
     @property
     def is_step(self) -> bool:
         """A TorchTitan checkpoint step; its config.json and tokenizer lie in `assets/`."""
-        return self.folder is not None and (self.folder / ".metadata").is_file()
+        return self.folder is not None and is_step(self.folder)
 
     @property
     def tokenizer(self) -> Path | None:
         """The folder of tokenizer.json, if there is one."""
         if self.folder is None:
             return None
-        folder = self.folder / "assets" if self.is_step else self.folder
+        folder = self.folder / ASSETS if self.is_step else self.folder
         return folder if (folder / "tokenizer.json").is_file() else None
 
 
@@ -85,7 +86,7 @@ def find_model(model: Model) -> ModelSource:
 
 
 def _from_folder(folder: Path, name: str) -> ModelSource:
-    described = folder / "assets" if (folder / ".metadata").is_file() else folder
+    described = folder / ASSETS if is_step(folder) else folder
     refuse_remote_code(described)
     try:
         return ModelSource(name, Qwen3Config.from_hf(described), folder)

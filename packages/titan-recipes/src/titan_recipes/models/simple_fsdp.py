@@ -49,13 +49,14 @@ def _parallelize(
 ) -> nn.Module:
     """Tensor parallel, checkpointing, SimpleFSDP, compile: in that order."""
     from torchtitan.experiments.graph_trainer.common_utils import apply_simple_fsdp
-    from torchtitan.experiments.graph_trainer.simple_fsdp import _wrap_class_cache, disable_active_parametrization
+
+    from ..upstream import disable_active_parametrization, wrap_class_cache
 
     if parallel_dims.tp_enabled:
         model.parallelize(parallel_dims)
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
-    _wrap_class_cache.clear()  # its classes hold the mesh of the model that this process sharded before
+    wrap_class_cache.clear()  # its classes hold the mesh of the model that this process sharded before
     model = apply_simple_fsdp(model, parallel_dims=parallel_dims, training=training)
     init_weights = model.init_weights
 

@@ -4,126 +4,47 @@
     transformers("Qwen/Qwen3-8B")        the Transformers class, in TorchTitan's Transformers backend
     native(Qwen3Config(vocab_size=...))  sizes of your own, by the names of config.json
 
-The third route, `kernels`, is the native one with the overrides of titan_recipes.moe.kernels. All compute what qwen3-core computes from
-the same weights, and start from its initial distribution. docs/routes.md compares them.
+The third route, `kernels`, is the native one with the overrides of titan_recipes.moe.kernels. All compute what qwen3-core
+computes from the same weights, and start from its initial distribution. docs/routes.md compares them.
 """
 
 import logging
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from qwen3_core import Qwen3Config
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torchtitan.components.optimizer import register_moe_load_balancing_hook
 from torchtitan.config import Configurable
-from torchtitan.distributed.pipeline_parallel import pipeline_llm
-from torchtitan.models.common import CosSinRoPE, Embedding, Linear
-from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
-from torchtitan.models.common.nn_modules import RMSNorm
-from torchtitan.models.common.param_init import skip_param_init
-from torchtitan.models.qwen3 import parallelize_qwen3
-from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
-from ..checkpoint.state_dict import BackendStateDictAdapter, NativeStateDictAdapter
+from ..checkpoint.state_dict import BackendStateDictAdapter
 from ..errors import UserError
-from ..moe.layer import keep_choices, moe_config
-from ..moe.router import share_balance
-from .attention import Mask, MaskedQwen3Model, SDPAttention
+from ..moe.layer import keep_choices
+from .attention import Mask, MaskedQwen3Model
 from .find import Model, find_model
-from .initialization import normal_
+from .native import native
 
 if TYPE_CHECKING:
     from ..train.trainer import Trainer
 
-__all__ = ["Route", "hf_config", "model_spec", "native", "route_of", "swaps", "transformers", "use_model"]
+__all__ = [
+    "Route",
+    "hf_config",
+    "is_tied",
+    "model_spec",
+    "native",
+    "qwen3_of",
+    "route_of",
+    "swaps",
+    "transformers",
+    "use_model",
+]
 
 log = logging.getLogger(__name__)
 
 Route = Literal["native", "transformers", "kernels"]
-
-
-def native(model: Model, *, document_mask: Mask = "block", flavor: str | None = None) -> ModelSpec:
-    """TorchTitan's own Qwen3 with SDPA. `flavor` is what the run calls it; by default the model's name."""
-    source = find_model(model)
-    c = source.config
-    init: dict[str, Any] = {"weight": partial(normal_, std=c.initializer_range), "bias": nn.init.zeros_}
-    return ModelSpec(
-        name="qwen3",
-        flavor=flavor or source.name,
-        model=MaskedQwen3Model.Config(
-            qwen3=c,
-            document_mask=document_mask,
-            vocab_size=c.vocab_size,
-            dim=c.hidden_size,
-            norm=_norm(c, c.hidden_size),
-            enable_weight_tying=c.tie_word_embeddings,
-            tok_embeddings=Embedding.Config(
-                num_embeddings=c.vocab_size,
-                embedding_dim=c.hidden_size,
-                # Tied, the head's init is the embedding's.
-                param_init={"weight": skip_param_init if c.tie_word_embeddings else init["weight"]},
-            ),
-            lm_head=Linear.Config(in_features=c.hidden_size, out_features=c.vocab_size, param_init=init),
-            layers=[_layer(c, i, init) for i in range(c.num_hidden_layers)],
-        ),
-        parallelize_fn=parallelize,
-        pipelining_fn=pipeline_llm,
-        post_optimizer_build_fn=register_moe_load_balancing_hook,  # idle unless a recipe sets load_balance_coeff
-        state_dict_adapter=NativeStateDictAdapter,
-    )
-
-
-def _norm(c: Qwen3Config, size: int) -> RMSNorm.Config:
-    return RMSNorm.Config(normalized_shape=size, eps=c.rms_norm_eps, param_init={"weight": nn.init.ones_})
-
-
-def _layer(c: Qwen3Config, index: int, init: dict[str, Any]) -> Qwen3TransformerBlock.Config:
-    sparse = c.is_moe_layer(index)
-    feed_forward = make_ffn_config(
-        dim=c.hidden_size, hidden_dim=c.intermediate_size, w1_param_init=init, w2w3_param_init=init
-    )
-    return Qwen3TransformerBlock.Config(
-        attention_norm=_norm(c, c.hidden_size),
-        ffn_norm=_norm(c, c.hidden_size),
-        attention=make_gqa_config(
-            dim=c.hidden_size,
-            n_heads=c.num_attention_heads,
-            n_kv_heads=c.num_key_value_heads,
-            head_dim=c.head_dim,
-            wqkv_param_init=init,
-            wo_param_init=init,
-            inner_attention=SDPAttention.Config(
-                logit_scale=c.rope_scaling.attention_scale**2 if c.rope_scaling else 1.0
-            ),
-            fuse_qkv=True,
-            rope=_rope(c),
-            qk_norm=_norm(c, c.head_dim),
-        ),
-        feed_forward=None if sparse else feed_forward,
-        moe=moe_config(c, init["weight"]) if sparse else None,
-    )
-
-
-def _rope(c: Qwen3Config) -> CosSinRoPE.Config:
-    plain = CosSinRoPE.Config(dim=c.head_dim, max_seq_len=c.max_sequence_length, theta=c.rope_theta)
-    if c.rope_scaling is None:
-        return plain
-    return replace(
-        plain,
-        scaling="yarn",
-        rope_factor=c.rope_scaling.factor,
-        beta_fast=c.rope_scaling.beta_fast,
-        beta_slow=c.rope_scaling.beta_slow,
-        original_seq_len=c.rope_scaling.original_max_position_embeddings,
-        truncate=c.rope_scaling.truncate,
-    )
 
 
 def transformers(model: Model, *, document_mask: Mask = "block", flavor: str | None = None) -> ModelSpec:
@@ -144,11 +65,22 @@ def model_spec(
     return routes[route](model, document_mask=document_mask, flavor=flavor)
 
 
+def qwen3_of(model: Any) -> Qwen3Config | None:
+    """Return the Qwen3Config that a model's config was made from; None for a model that is not of this package's making."""
+    return getattr(model, "qwen3", None)
+
+
+def is_tied(model: Any) -> bool:
+    """Return whether a model's config ties its head to its embedding, whoever made the model."""
+    qwen3 = qwen3_of(model)
+    return bool(qwen3.tie_word_embeddings if qwen3 is not None else getattr(model, "enable_weight_tying", False))
+
+
 def route_of(spec: ModelSpec) -> Route:
     """The route whose model a spec of this module is (`kernels` has the native one). UserError for a spec of another's making."""
-    if getattr(spec.model, "qwen3", None) is None:
+    if qwen3_of(spec.model) is None:
         raise UserError(
-            f"The recipe's model spec ({spec.name} {spec.flavor}) is not one of titan_recipes.models.spec: it has no route to change. "
+            f"The recipe's model spec ({spec.name} {spec.flavor}) is not one of titan_recipes: it has no route to change. "
             "Build it with native(...) or transformers(...)."
         )
     return "native" if isinstance(spec.model, MaskedQwen3Model.Config) else "transformers"
@@ -236,29 +168,9 @@ def _use_kernels(config: "Trainer.Config", wanted: bool) -> None:
         config.override.imports = [*imports, kernel("experts")]
 
 
-def parallelize(model: nn.Module, **kwargs: Any) -> nn.Module:
-    """TorchTitan's own parallelisation of its Qwen3, made to run on gloo."""
-    model = reduce_by_sum_on_gloo(parallelize_qwen3(model, **kwargs))
-    share_balance(model, **kwargs)
-    return model
-
-
-def reduce_by_sum_on_gloo(model: nn.Module) -> nn.Module:
-    """On gloo, tell FSDP to reduce by sum: it scales gradients with ReduceOp.PREMUL_SUM, which gloo lacks.
-
-    Neuron and NCCL keep the default.
-    """
-    if dist.is_initialized() and dist.get_backend() == "gloo":
-        log.info("swap: FSDP reduces by sum, for gloo")
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)
-    return model
-
-
 def hf_config(model: Any, *, dtype: torch.dtype) -> dict[str, Any] | None:
     """The config.json that Transformers needs to rebuild a model of these specs (`dtype`: of the weights), else None."""
-    config = getattr(model, "qwen3", None)
+    config = qwen3_of(model)
     if config is None:
         return None
     written: dict[str, Any] = replace(config, dtype=str(dtype).removeprefix("torch.")).to_hf()

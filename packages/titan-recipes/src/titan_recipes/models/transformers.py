@@ -18,7 +18,6 @@ from typing import Any
 
 import spmd_types as spmd
 import torch
-import torch.nn.functional as F
 from qwen3_core import Qwen3Config
 from qwen3_core.accounting import training_flops_per_token
 from torch import nn
@@ -38,10 +37,10 @@ from transformers import AttentionInterface, AutoConfig, PreTrainedConfig
 
 from ..moe.layer import moe_config
 from ..moe.router import share_balance
-from .attention import Mask, attention_mask_B1LK
+from .attention import Mask, attention_mask_B1LK, sdpa
 from .initialization import normal_
+from .parallelize import reduce_by_sum_on_gloo
 from .pipeline_stages import sendable, sends_its_gradient
-from .spec import reduce_by_sum_on_gloo
 
 __all__ = ["TransformersQwen3", "transformers_model_spec"]
 
@@ -77,23 +76,16 @@ def parallelize(model: nn.Module, **kwargs: Any) -> nn.Module:
     return model
 
 
-def _sdpa(
+def _attend(
     query_BNLH: torch.Tensor,
     key_BNKH: torch.Tensor,
     value_BNKH: torch.Tensor,
     mask_B1LK: torch.Tensor | None,
     scaling: float | None,
 ) -> torch.Tensor:
-    out_BNLH = F.scaled_dot_product_attention(
-        query_BNLH,
-        key_BNKH,
-        value_BNKH,
-        attn_mask=mask_B1LK,
-        is_causal=mask_B1LK is None,
-        scale=scaling,
-        enable_gqa=query_BNLH.shape[1] != key_BNKH.shape[1],
-    )
-    return out_BNLH.transpose(1, 2)
+    """`sdpa` where the backend has left key heads as few as they are."""
+    gqa = query_BNLH.shape[1] != key_BNKH.shape[1]
+    return sdpa(query_BNLH, key_BNKH, value_BNKH, mask_B1LK, scale=scaling, enable_gqa=gqa)
 
 
 class SDPAKernel(HFFlexKernel):
@@ -113,7 +105,7 @@ class SDPAKernel(HFFlexKernel):
         block_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        return _sdpa(query, key, value, block_mask, kwargs.get("scaling"))
+        return _attend(query, key, value, block_mask, kwargs.get("scaling"))
 
 
 def _all_keys(sharding: ShardingConfig) -> ShardingConfig:
@@ -141,7 +133,7 @@ def _attention(
     """Transformers' attention interface; without a kernel (the model is not parallelised) it computes the same directly."""
     kernel = getattr(module, "_titan_flex_kernel", None)
     if kernel is None:
-        return _sdpa(query, key, value, attention_mask, scaling), None
+        return _attend(query, key, value, attention_mask, scaling), None
     return kernel(query, key, value, module=module, block_mask=attention_mask, scaling=scaling), None
 
 

@@ -22,11 +22,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch.distributed._functional_collectives import (
-    all_gather_single_autograd,
-    all_to_all_single,
-    reduce_scatter_single_autograd,
-)
 from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import (
     AllToAllTokenDispatcher,
@@ -36,6 +31,12 @@ from torchtitan.models.common.token_dispatcher import (
 from torchtitan.protocols.model_spec import ModelSpec
 
 from ..errors import UserError
+from ..upstream import (
+    all_gather_single_autograd,
+    all_to_all_single,
+    graph_task_id,
+    reduce_scatter_single_autograd,
+)
 from .permute import Placement, combine_rows, pack, pack_all, packed_rows, segment, take_rows
 
 __all__ = [
@@ -233,7 +234,7 @@ def _check_options(config: LocalTokenDispatcher.Config) -> None:
 
 def recomputing() -> bool:
     """Whether activation checkpointing runs a forward pass again: within a backward pass."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and graph_task_id() != -1
 
 
 def _all_gather(x: torch.Tensor, mesh: Any) -> torch.Tensor:

@@ -13,28 +13,22 @@ Shapes: R = rows (routed tokens), E = experts here, D = model dim, F = expert hi
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import nki_moe
 import torch
 from nki_moe import Provider, nkilib
 from nki_moe.backend import choose
 from torch.distributed.tensor import DTensor
-from torchtitan.config.override import (
-    _REGISTRY,
-    Override,
-    _check_node_conflicts,
-    _Claim,
-    _collect_claims,
-    _resolve_active,
-    _resolve_target,
-    derive,
-    override,
-)
+from torchtitan.config.override import Override, derive, override
 from torchtitan.models.common import CosSinRoPE
 from torchtitan.models.common.moe import GroupedExperts
 
 from ..errors import UserError
+from ..upstream import OVERRIDES, check_node_conflicts, collect_claims, resolve_active, resolve_target
+
+if TYPE_CHECKING:
+    from ..upstream import Claim
 
 __all__ = ["NkiExperts", "NkiRoPE", "check_overrides", "experts", "is_kernel", "kernel", "rope"]
 
@@ -108,7 +102,7 @@ def kernel(name: Literal["experts", "rope"], *globs: str) -> str:
     factory, target = _TARGETS[name]
     # TorchTitan takes what stands before the last dot for the module, and JSON after "=" for arguments.
     unique = f"{name}@{'+'.join(globs)}".replace(".", ":")
-    if f"{__name__}.{unique}" not in _REGISTRY:
+    if f"{__name__}.{unique}" not in OVERRIDES:
 
         def replacement(config: Any, **arguments: Any) -> Any:
             return factory(config, **arguments)
@@ -133,9 +127,9 @@ def check_overrides(config: Any, device: str, *, planned: bool = False) -> list[
     if not entries:
         return []
     try:
-        resolved = _resolve_active([(*_resolve_target(target), arguments) for target, arguments in entries])
-        claims = _collect_claims(resolved, config)
-        _check_node_conflicts(claims)
+        resolved = resolve_active([(*resolve_target(target), arguments) for target, arguments in entries])
+        claims = collect_claims(resolved, config)
+        check_node_conflicts(claims)
     except (ValueError, ImportError) as error:
         ours = f" Of nki-moe there are {', '.join(f'{__name__}.{name}' for name in _TARGETS)}."
         raise UserError(f"{error}{ours if 'no registered' in str(error) else ''}") from None
@@ -154,7 +148,7 @@ def check_overrides(config: Any, device: str, *, planned: bool = False) -> list[
     return lines
 
 
-def _check_kernel(claims: list[_Claim], config: Any, device: str, planned: bool) -> str:
+def _check_kernel(claims: list["Claim"], config: Any, device: str, planned: bool) -> str:
     """What runs in the place of these nodes; ValueError or ModuleNotFoundError when it cannot."""
     provider = claims[0].kwargs.get("provider", "own")
     backend = "nki" if planned else choose(device, provider)
@@ -172,7 +166,7 @@ def _check_kernel(claims: list[_Claim], config: Any, device: str, planned: bool)
     return f"{maker}, by {where}" + (f"; Trainium would refuse {refusal}" if refusal else "")
 
 
-def _refusal(claim: _Claim, config: Any, provider: Provider) -> str | None:
+def _refusal(claim: "Claim", config: Any, provider: Provider) -> str | None:
     """Why the kernels would not take this node's sizes on a core, or None."""
     p, t = config.parallelism, config.training
     tokens = t.local_batch_size * t.seq_len // p.context_parallel_degree

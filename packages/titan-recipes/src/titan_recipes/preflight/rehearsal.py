@@ -8,7 +8,6 @@ kernels, compilation and communication are not rehearsed.
 """
 
 import logging
-import os
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,12 +16,8 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torchtitan import trainer as titan
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config import CompileConfig
@@ -31,7 +26,18 @@ from torchtitan.distributed.utils import clip_grad_norm_
 
 from ..checkpoint.manager import StepCheckpoints
 from ..data.loader import TextDataLoader
-from ..train.trainer import LossWatch, ShapeWatch, Trainer
+from ..environment import local_rank_zero
+from ..train.trainer import Trainer
+from ..train.watches import LossWatch, ShapeWatch
+from ..upstream import (
+    FakeStore,
+    FakeTensorMode,
+    ShardingPropagator,
+    TorchDispatchMode,
+    clear_sharding_prop_cache,
+    tree_leaves,
+    unset_fake_temporarily,
+)
 
 __all__ = ["Rehearsed", "rehearse"]
 
@@ -168,9 +174,6 @@ class _Rehearsal(Trainer):
 
 @contextmanager
 def _fake_ranks(world_size: int) -> Iterator[None]:
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     make_mesh = DeviceMesh.__init__
 
     def make_real_mesh(mesh: DeviceMesh, *args: Any, **kwargs: Any) -> None:
@@ -178,22 +181,17 @@ def _fake_ranks(world_size: int) -> Iterator[None]:
             make_mesh(mesh, *args, **kwargs)
 
     DeviceMesh.__init__ = make_real_mesh  # type: ignore[method-assign, assignment]
-    local_rank = os.environ.get("LOCAL_RANK")
-    os.environ["LOCAL_RANK"] = "0"
     multithreaded = torch.autograd.is_multithreading_enabled()
     torch.autograd.set_multithreading_enabled(False)  # as TorchTitan sets it: meshes are a thread's own
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
-        yield
+        with local_rank_zero():
+            yield
     finally:
         dist.destroy_process_group()
         DeviceMesh.__init__ = make_mesh  # type: ignore[method-assign]
-        _clear_sharding_prop_cache()  # it would hand this rehearsal's meshes to the next one's equal ones
+        clear_sharding_prop_cache()  # it would hand this rehearsal's meshes to the next one's equal ones
         torch.autograd.set_multithreading_enabled(multithreaded)
-        if local_rank is None:
-            del os.environ["LOCAL_RANK"]
-        else:
-            os.environ["LOCAL_RANK"] = local_rank
 
 
 class Peak(TorchDispatchMode):

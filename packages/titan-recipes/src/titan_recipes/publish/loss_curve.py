@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..files import replacing
+
 __all__ = ["draw_loss_curve"]
 
 # One hue a role; the references are greys that the labels tell apart.
@@ -47,8 +49,7 @@ def draw_loss_curve(records: Sequence[Mapping[str, Any]], file: Path, references
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.tight_layout()
-    temporary = file.with_name(f".{file.name}.tmp")
-    figure.savefig(temporary, format="png")
+    with replacing(file) as temporary:
+        figure.savefig(temporary, format="png")
     pyplot.close(figure)
-    temporary.replace(file)
     return file

@@ -1,7 +1,6 @@
 """After training, on the rank that prints: the Hugging Face folder, a fresh interpreter's word on it, the loss curve and the summary."""
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -15,8 +14,9 @@ from hf_ckpt_adapter import export_step
 from safetensors.torch import save_file
 from torchtitan.distributed.spmd_types import set_spmd_meshes
 
-from ..checkpoint.manager import complete_steps, step_folder
+from ..checkpoint.steps import complete_steps, step_folder
 from ..data.loader import TextDataLoader, split_documents
+from ..environment import without_ranks
 from ..logs import say
 from ..train.metrics import METRICS_FILE, read_metrics
 from ..train.trainer import Trainer
@@ -141,11 +141,9 @@ def reload_in_fresh_interpreter(hf: Path, probe: Path) -> Reload:
     Fresh, because TorchTitan's Transformers backend patches `PreTrainedModel` for the whole process that imports it.
     Raises RuntimeError with the child's error text when it fails.
     """
-    torchrun = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {k: v for k, v in os.environ.items() if k not in torchrun and not k.startswith("TORCHELASTIC")}
     child = subprocess.run(
         [sys.executable, "-m", "titan_recipes.publish.reload", str(hf), str(probe)],
-        env=environment | {"HF_HUB_OFFLINE": "1"},
+        env=without_ranks() | {"HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         check=False,

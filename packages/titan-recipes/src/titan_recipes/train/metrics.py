@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from torch import distributed as dist
-from torchtitan.components.metrics import MetricsProcessor, _get_metrics_rank
+from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils
 
+from ..files import replacing
 from ..logs import say
+from ..upstream import get_metrics_rank
 from .device_memory import MemoryWatch
 
 __all__ = ["METRICS_FILE", "RunMetrics", "format_duration", "read_metrics"]
@@ -36,7 +38,7 @@ class RunMetrics(MetricsProcessor):
     ) -> None:
         super().__init__(config, parallel_dims=parallel_dims, dump_folder=dump_folder, **kwargs)
         pp_schedule = kwargs.get("pp_schedule", "1F1B")
-        self.prints = dist.get_rank() == _get_metrics_rank(parallel_dims=parallel_dims, pp_schedule=pp_schedule)
+        self.prints = dist.get_rank() == get_metrics_rank(parallel_dims=parallel_dims, pp_schedule=pp_schedule)
         self.memory = MemoryWatch(self.device_memory_monitor, warns=self.prints)
         self.file = Path(dump_folder) / METRICS_FILE
         self.total_steps = 0  # set by the trainer, which knows
@@ -50,7 +52,8 @@ class RunMetrics(MetricsProcessor):
         self.first_step, self.total_steps = loaded_step, total_steps
         if self.prints and self.file.exists():
             kept = [line for line in read_metrics(self.file) if line["step"] <= loaded_step]
-            _replace(self.file, "".join(json.dumps(line) + "\n" for line in kept))
+            with replacing(self.file) as temporary:
+                temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
         self.time_last_log = time.perf_counter()
 
     def should_log(self, step: int) -> bool:
@@ -139,9 +142,3 @@ def format_duration(seconds: float) -> str:
     if minutes >= 60:
         return f"{minutes // 60}h{minutes % 60:02}m"
     return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
-
-
-def _replace(file: Path, text: str) -> None:
-    temporary = file.with_name(file.name + ".tmp")
-    temporary.write_text(text)
-    temporary.replace(file)

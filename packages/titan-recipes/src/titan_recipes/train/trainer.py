@@ -1,18 +1,17 @@
 """TorchTitan's trainer with hooks: progress, a stop between steps, assets in each checkpoint, held-out validation data."""
 
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from qwen3_core.loss import ExpectedLoss
 from torchtitan import trainer as titan
-from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
+from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.components.validate import Validator
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.utils import dist_sum
 from torchtitan.tools.utils import device_type
@@ -23,14 +22,16 @@ from ..checkpoint.manager import StepCheckpoints
 from ..data.loader import TextDataLoader
 from ..errors import UserError
 from ..logs import say
-from ..models.spec import hf_config, swaps
+from ..models.spec import hf_config, is_tied, swaps
 from ..moe.kernels import check_overrides
 from ..moe.router import RoutingWatch
 from .first_loss import random_loss, report_first_loss
 from .metrics import RunMetrics
 from .stop import StopRequest
+from .validation import validation_data, without_labels_no_loss
+from .watches import LossWatch, ShapeWatch
 
-__all__ = ["ShapeWatch", "Trainer", "adopt", "recast"]
+__all__ = ["Trainer"]
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +73,7 @@ class Trainer(titan.Trainer):
             self.checkpointer.write_assets = self._write_assets
             self.checkpointer.before_save = self._check_finite
         if config.validator.enable:
-            validate = self.validator.validate
-            self.validator.validate = self._remembering(validate)
+            self.validator.validate = without_labels_no_loss(self.validator.validate, self._remember_validation)
         self._pad_data_to_whole_steps()
         self.shapes = ShapeWatch()
         self.metrics_processor.more = RoutingWatch(self.model_config, self.model_parts).record
@@ -106,9 +106,7 @@ class Trainer(titan.Trainer):
 
     def _check_ties(self) -> None:
         """Tied weights are one parameter in this layout, or it is refused."""
-        model = self.model_config
-        qwen3 = getattr(model, "qwen3", None)
-        if not (qwen3.tie_word_embeddings if qwen3 is not None else getattr(model, "enable_weight_tying", False)):
+        if not is_tied(self.model_config):
             return
         for part in self.model_parts:
             ends = [getattr(getattr(part, name, None), "weight", None) for name in ("tok_embeddings", "lm_head")]
@@ -123,17 +121,8 @@ class Trainer(titan.Trainer):
         self.losses.check(self.stop.highest)
         check_written(states_of(self.model_parts), f"step {self.step}")
 
-    def _remembering(self, validate: Callable[..., None]) -> Callable[..., None]:
-        def run(model_parts: list[torch.nn.Module], step: int) -> None:
-            try:
-                validate(model_parts, step)
-            except ZeroDivisionError:  # TorchTitan divides by the number of labels: a few steps of prompts have none
-                log.warning("step %d: the validator's batches had no label, so there is no validation loss", step)
-                for part in model_parts:
-                    part.train()
-            self.validated_step = step
-
-        return run
+    def _remember_validation(self, step: int) -> None:
+        self.validated_step = step
 
     def train(self) -> None:
         """Train to the last step, a signal or the end of the data; leave a checkpoint of the last finished step and, unless
@@ -227,106 +216,3 @@ class Trainer(titan.Trainer):
             recipe=self.recipe,
             recipe_source=self.recipe_source,
         )
-
-
-_NEVER = 1 << 62
-
-
-class LossWatch:
-    """Keeps each step's loss on the device and looks at it where the host waits for the device anyway."""
-
-    def __init__(self) -> None:
-        self.first = torch.zeros(())
-        self._step = -1
-        self._unseen: list[tuple[int, torch.Tensor]] = []
-
-    def add(self, step: int, loss: torch.Tensor) -> None:
-        """`loss` of one micro-batch of `step`: this rank's part of the mean."""
-        loss = loss.detach().clone()  # under CUDA graphs the next replay overwrites it
-        if self._step in (-1, step):
-            self._step, self.first = step, self.first.to(loss.device) + loss.sum()
-        self._unseen.append((step, loss))
-
-    def check(self, highest: Callable[[int], int] = int) -> None:
-        """Raise UserError with the first step whose loss was not finite; `highest` of all ranks asks for one on any rank."""
-        seen, self._unseen = self._unseen, []
-        bad = -highest(-next((step for step, loss in seen if not bool(loss.isfinite().all())), _NEVER))
-        if bad < _NEVER:
-            raise UserError(
-                f"The loss of step {bad} is not finite; nothing was saved since. The checkpoints before are good.\n"
-                "Look at that step's batch (positions, ids, labels), lower the learning rate, or resume from the last checkpoint "
-                "with other data (--dataloader.seed)."
-            )
-
-
-class ShapeWatch:
-    """Warns when a batch has a shape that no batch had before: on Neuron each one is minutes of compilation."""
-
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def see(self, batch: dict[str, torch.Tensor]) -> None:
-        signature = ", ".join(f"{name} {tuple(t.shape)} {str(t.dtype)[6:]}" for name, t in sorted(batch.items()))
-        if signature in self.seen:
-            return
-        self.seen.append(signature)
-        if len(self.seen) > 1:
-            log.warning(
-                "%d distinct batch shapes so far, each compiles a graph on Neuron: %s",
-                len(self.seen),
-                " | ".join(self.seen),
-            )
-
-
-C = TypeVar("C")
-
-
-def recast(cls: type[C], config: Any) -> C:
-    """A dataclass of `cls` with the values of `config`, one of its parents or children; fields of one side only keep defaults."""
-    ours = {f.name for f in fields(cls) if f.init}  # type: ignore[arg-type]
-    return cls(**{f.name: getattr(config, f.name) for f in fields(config) if f.name in ours})
-
-
-def adopt(config: titan.Trainer.Config) -> Trainer.Config:
-    """A recipe's config as one of this trainer. TorchTitan's stock Trainer.Config is taken over, field by field.
-
-    Raises UserError for another trainer's config: its hooks would be lost.
-    """
-    if type(config) is titan.Trainer.Config:
-        config = recast(Trainer.Config, config)
-    if not isinstance(config, Trainer.Config):
-        raise UserError(
-            f"The recipe's config belongs to {type(config).__qualname__}; apps/train runs titan_recipes.train.trainer.Trainer. "
-            "Derive the trainer from it, or run that recipe with TorchTitan's own entry point."
-        )
-    if type(config.metrics) is MetricsProcessor.Config:
-        config.metrics = recast(RunMetrics.Config, config.metrics)
-    if type(config.checkpoint) is CheckpointManager.Config:
-        config.checkpoint = recast(StepCheckpoints.Config, config.checkpoint)
-    own = config.validator.dataloader
-    if isinstance(config.dataloader, TextDataLoader.Config) and own == Validator.Config().dataloader:
-        config.validator.dataloader = replace(_HELD_OUT)  # so that --validator.dataloader options are this loader's
-    return config
-
-
-_HELD_OUT = TextDataLoader.Config(holdout=0.0)
-"""A validator that names no data reads what the training data hold out; one that does reads all of it."""
-
-
-def validation_data(config: Trainer.Config) -> BaseDataLoader.Config:
-    """The held-out part of the training documents, unless the recipe gave the validator documents of its own."""
-    own, train = config.validator.dataloader, config.dataloader
-    if not isinstance(train, TextDataLoader.Config):
-        return own
-    if isinstance(own, TextDataLoader.Config) and own.names_data():
-        return own
-    if isinstance(own, TextDataLoader.Config):
-        asked = replace(own, sources=())  # of which parsing makes a list
-        if own.split == "train" and asked not in (TextDataLoader.Config(), _HELD_OUT):
-            raise UserError(
-                "The validator's dataloader has settings but names no data, so the held-out part of the training data would be read "
-                "without them.\nName its data (--validator.dataloader.dataset_path), or set the training dataloader's."
-            )
-    elif own != Validator.Config().dataloader:
-        return own
-    return replace(train, split="validation", infinite=False)

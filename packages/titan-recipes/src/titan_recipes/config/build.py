@@ -1,0 +1,101 @@
+"""From a recipe and a command line to the config of one run, in one order: recipe, model, device, flags, mode."""
+
+from typing import Any
+
+from ..environment import is_first
+from ..errors import UserError
+from ..logs import say
+from ..recipes import load_recipe
+from .options import Mode, Options
+
+__all__ = ["COMPARED_STEPS", "build_config", "prepare_mode"]
+
+COMPARED_STEPS = 6
+"""Steps of each side of --compare-modes, unless the user gives a number."""
+
+
+def build_config(options: Options) -> Any:
+    """Return the recipe's Trainer.Config with the device's defaults, then the --section.option flags, applied.
+
+    Needs the device to be set. A wrong flag ends the process with tyro's message, which suggests the near one.
+
+    Raises:
+        UserError: the recipe returns no Trainer.Config, or a setting makes no run.
+    """
+    config = _from_recipe(options)
+    config = _with_flags(config, options)
+    given = {argument.partition("=")[0].lstrip("-").replace("-", "_") for argument in options.titan_args}
+    from ..data.loader import heed_flags
+
+    heed_flags(config.dataloader, given)
+    if config.training.steps < 1:
+        raise UserError(f"training.steps {config.training.steps} is no run; give 1 or more.")
+    if options.profile:
+        _trace_one_step(config)
+    if options.mode is not None:
+        prepare_mode(config, options.mode, None if "training.steps" in given else COMPARED_STEPS)
+    return config
+
+
+def _from_recipe(options: Options) -> Any:
+    """The recipe's config as one of our trainer, with the model and the device's defaults that were asked for."""
+    from torchtitan.trainer import Trainer
+
+    from ..models.spec import use_model
+    from .adopt import adopt
+    from .device_defaults import apply_device_defaults
+
+    config = load_recipe(options.recipe)()
+    if not isinstance(config, Trainer.Config):
+        raise UserError(
+            f"Recipe {options.recipe.name!r} returned {type(config).__name__}; a recipe returns a TorchTitan "
+            "Trainer.Config (use titan_recipes.Trainer.Config)."
+        )
+    config = adopt(config)
+    if options.model or options.route:
+        use_model(config, options.model, route=options.route)
+    config.dump_folder = options.dump_folder
+    for line in apply_device_defaults(config, options.device):
+        say(f"{options.device}: {line}")
+    return config
+
+
+def _with_flags(config: Any, options: Options) -> Any:
+    """`config` with TorchTitan's --section.option flags."""
+    import tyro
+    from torchtitan.config.manager import ConfigManager, custom_registry
+
+    ConfigManager()  # registers TorchTitan's parsing rules
+    try:
+        return tyro.cli(
+            type(config),
+            args=list(options.titan_args),
+            default=config,
+            registry=custom_registry,
+            prog=f"apps/train {options.recipe.name}",
+            console_outputs=is_first(),
+        )
+    except AssertionError as error:  # some of TorchTitan's configs refuse a value so; tyro itself reports ValueErrors
+        raise UserError(f"An option has a value that TorchTitan refuses: {error}.") from None
+
+
+def _trace_one_step(config: Any) -> None:
+    from ..train.profiler import TRACED_STEP, StepProfiler
+
+    config.profiler = StepProfiler.Config()
+    if config.training.steps < TRACED_STEP:
+        raise UserError(f"--profile traces step {TRACED_STEP}; give it --training.steps {TRACED_STEP} or more.")
+
+
+def prepare_mode(config: Any, mode: Mode, steps: int | None) -> None:
+    """Make `config` a run to compare: `steps` steps (None: as configured), each logged, none saved or validated."""
+    config.compile.enable = mode == "compiled"
+    config.metrics.log_freq = 1
+    config.validator.enable = False
+    config.checkpoint.load_only = True
+    if config.debug.seed is None:
+        config.debug.seed = 0  # both modes start from the same random weights
+    if steps is not None:
+        # The learning rate follows the recipe's schedule, not one of these few steps.
+        config.lr_scheduler.total_steps = config.lr_scheduler.total_steps or config.training.steps
+        config.training.steps = steps

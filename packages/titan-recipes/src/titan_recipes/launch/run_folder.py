@@ -1,0 +1,48 @@
+"""The folder of a run: a new one named after recipe and time, or the newest that a resumed run can go on from."""
+
+import time
+from pathlib import Path
+
+from .. import environment
+from ..checkpoint.steps import has_steps
+from ..config.options import OUTPUTS
+from ..errors import UserError
+from ..recipes import Recipe
+
+__all__ = ["run_folder"]
+
+
+def run_folder(recipe: Recipe, *, resume: bool) -> str:
+    """Return the folder of a run that names none, the same on every rank.
+
+    Raises:
+        UserError: there is no run to resume, or ranks have no store to agree by.
+    """
+    if resume:
+        return _newest(recipe)
+    name = f"{OUTPUTS}/{recipe.function}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return _same_on_all_ranks(name) if environment.is_launched() and environment.world_size() > 1 else name
+
+
+def _newest(recipe: Recipe) -> str:
+    runs = sorted(Path(OUTPUTS).glob(f"{recipe.function}-*"), key=lambda run: run.name)
+    resumable = [run for run in runs if has_steps(run)]
+    if not resumable:
+        raise UserError(
+            f"--resume: no run of {recipe.function!r} with a complete checkpoint in {OUTPUTS}/.\n"
+            "Name the run with --dump_folder, or start without --resume."
+        )
+    return str(resumable[-1])
+
+
+def _same_on_all_ranks(name: str) -> str:
+    """Rank 0's `name`, through the store that torchrun keeps for the job."""
+    if not environment.has_agent_store():
+        raise UserError("Several ranks without torchrun's store: name the run's folder with --dump_folder.")
+    from torch.distributed import PrefixStore, TCPStore
+
+    agent = TCPStore(*environment.rendezvous_address(), is_master=False)
+    store = PrefixStore(f"titan-recipes-{environment.launch_count()}", agent)
+    if environment.is_first():
+        store.set("run", name)
+    return bytes(store.get("run")).decode()
