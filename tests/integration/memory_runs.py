@@ -14,8 +14,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from neuron_parallel.model import ModelShape
 from neuron_parallel.plan import TORCHTITAN_NAMES, ParallelPlan, Training, errors
-from neuron_parallel.shape import ModelShape
 
 from integration.tensor_bytes import TensorBytes
 

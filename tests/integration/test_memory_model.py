@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from neuron_parallel.memory import memory
+from neuron_parallel.memory import core_memory
 from neuron_parallel.plan import ParallelPlan, Training
 from ranks import run_ranks
 
@@ -82,7 +82,7 @@ def differences(runs, layout, shape, training):
     wrong = []
     for stage in sorted({0, layout.pp - 1}):
         ranks = runs[stage * len(runs) // layout.pp : (stage + 1) * len(runs) // layout.pp]  # the first axis is pp
-        model, real = memory(layout, shape, training, stage), ranks[0]
+        model, real = core_memory(layout, shape, training, stage), ranks[0]
         for part in LARGEST:
             wrong += differs(part, model.largest(part), real[part], 0.05)
         for part in KEPT:

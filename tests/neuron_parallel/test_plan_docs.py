@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from neuron_parallel import Cluster, Training, instance, memory
+from neuron_parallel import Cluster, Training, core_memory, instance
 from neuron_parallel.hardware import GIB
 from neuron_parallel.memory import PARTS, device_allowance
 from plan_shapes import QWEN3_4B, QWEN3_8B, QWEN3_30B, QWEN3_235B, TRN2, plan
@@ -32,7 +32,7 @@ def test_the_table_of_three_plans_is_what_the_formulas_give(column):
     name, shape, layout, how = COLUMNS[column]
     assert ROWS[0][column] == name
     written = {row[0]: row[column] for row in ROWS}
-    peak = memory(layout, shape, Training(**how)).peak
+    peak = core_memory(layout, shape, Training(**how)).peak
     assert {part: written[part] for part in PARTS} == {
         part: f"{size / GIB:.2f}" for part, size in peak.by_part().items()
     }
@@ -43,7 +43,7 @@ def test_the_table_of_three_plans_is_what_the_formulas_give(column):
 
 def test_the_sentences_below_the_table_are_right_too():
     def needs(shape, layout, **how):
-        return f"{memory(layout, shape, Training(**how)).peak.bytes / GIB:.1f}"
+        return f"{core_memory(layout, shape, Training(**how)).peak.bytes / GIB:.1f}"
 
     four = Cluster(instance("trn2.48xlarge"), 4).cores
     moe = {

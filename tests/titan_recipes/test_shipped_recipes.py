@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
-from neuron_parallel import memory
+from neuron_parallel import core_memory
 from titan_recipes.config.device_defaults import apply_device_defaults
 from titan_recipes.moe.kernels import check_overrides, kernel
 from titan_recipes.moe.router import BalancedRouter
@@ -87,7 +87,7 @@ def test_the_planner_accepts_a_recipe_and_its_formulas_give_the_memory_that_the_
     plan, shape, how = plan_of(config, world)
     said = float(re.search(r"([\d.]+) GiB per core", recipe(name).__doc__)[1])
     bound = 0.07 if "simple_fsdp" in name else 0.05  # SimpleFSDP is not modelled apart
-    assert memory(plan, shape, how).peak.bytes / 2**30 == pytest.approx(said, rel=bound)
+    assert core_memory(plan, shape, how).peak.bytes / 2**30 == pytest.approx(said, rel=bound)
 
 
 @on_trn2

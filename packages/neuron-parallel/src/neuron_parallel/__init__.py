@@ -4,10 +4,10 @@ The `figure` extra draws (matplotlib), the `mesh` extra makes DeviceMeshes (torc
 """
 
 from neuron_parallel.hardware import INSTANCES, Cluster, instance
-from neuron_parallel.memory import memory
+from neuron_parallel.memory import core_memory
+from neuron_parallel.model import ModelShape
 from neuron_parallel.plan import Finding, ParallelPlan, Training, errors, validate
 from neuron_parallel.search import suggest
-from neuron_parallel.shape import ModelShape
 
 __all__ = [
     "INSTANCES",
@@ -16,9 +16,9 @@ __all__ = [
     "ModelShape",
     "ParallelPlan",
     "Training",
+    "core_memory",
     "errors",
     "instance",
-    "memory",
     "suggest",
     "validate",
 ]

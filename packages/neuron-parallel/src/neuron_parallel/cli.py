@@ -11,9 +11,9 @@ from typing import Any
 
 from neuron_parallel.hardware import GIB, INSTANCES, Cluster, instance
 from neuron_parallel.memory import Memory, device_allowance
+from neuron_parallel.model import ModelShape
 from neuron_parallel.plan import ParallelPlan, Training, validate
 from neuron_parallel.search import FIXABLE, Choice, suggest
-from neuron_parallel.shape import ModelShape
 
 __all__ = ["main", "memory_table"]
 
@@ -144,7 +144,7 @@ def _run(options: argparse.Namespace, models: Mapping[str, Mapping[str, Any]]) -
     for finding in validate(best.plan, shape, cluster, best.training):
         print(finding)
     if options.figure:
-        from neuron_parallel.figure import draw_memory
+        from neuron_parallel.memory.figure import draw_memory
 
         title = f"{options.model} on {cluster.nodes} x {cluster.instance.name}: {best.plan}, {best.training.checkpointing} checkpointing"
         draw_memory(best.memory, options.figure, cluster.hbm_bytes, title, device_allowance(cluster))
@@ -155,7 +155,7 @@ def _run(options: argparse.Namespace, models: Mapping[str, Mapping[str, Any]]) -
 
 
 def _write_launch(options: argparse.Namespace, best: Choice, cluster: Cluster) -> None:
-    from neuron_parallel.launch import launch_files
+    from neuron_parallel.launch_files import launch_files
 
     options.launch.mkdir(parents=True, exist_ok=True)
     files = launch_files(best.plan, cluster, options.command, folder=str(options.launch), training=best.training)

@@ -11,7 +11,7 @@ Axes of one rank exist like any other, so nobody has to ask first.
 
 from typing import TYPE_CHECKING
 
-from neuron_parallel.placement import Parameter
+from neuron_parallel.parameters import Parameter
 from neuron_parallel.plan import ParallelPlan, expert_shard_dim
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from neuron_parallel.hardware import Cluster
-from neuron_parallel.shape import ModelShape
+from neuron_parallel.model import ModelShape
 
 __all__ = [
     "TORCHTITAN_NAMES",

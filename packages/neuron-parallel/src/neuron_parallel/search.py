@@ -15,10 +15,10 @@ from heapq import heappop, heappush
 from itertools import islice
 
 from neuron_parallel.hardware import Cluster
-from neuron_parallel.memory import Memory, device_allowance, least_bytes, memory, peak_bytes
+from neuron_parallel.memory import Memory, core_memory, device_allowance, least_bytes, peak_bytes
+from neuron_parallel.model import ModelShape
 from neuron_parallel.plan import ParallelPlan, Training, divisors, errors
-from neuron_parallel.roofline import EFFICIENCY, StepTime, step_time
-from neuron_parallel.shape import ModelShape
+from neuron_parallel.step_time import EFFICIENCY, StepTime, step_time
 
 __all__ = ["FIXABLE", "Choice", "Cut", "Suggestions", "suggest"]
 
@@ -54,7 +54,7 @@ class Choice:
     @cached_property
     def memory(self) -> Memory:
         """All moments, with their formulas."""
-        return memory(self.plan, self.shape, self.training)
+        return core_memory(self.plan, self.shape, self.training)
 
 
 @dataclass(frozen=True)

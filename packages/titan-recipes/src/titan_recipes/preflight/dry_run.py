@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from neuron_parallel import Cluster, ModelShape, ParallelPlan, instance, memory, validate
+from neuron_parallel import Cluster, ModelShape, ParallelPlan, core_memory, instance, validate
 from neuron_parallel.cli import memory_table
 from neuron_parallel.memory import device_allowance
-from neuron_parallel.placement import local_shape, parameters
+from neuron_parallel.parameters import local_shape, parameters
 
 from ..errors import UserError
 from ..logs import say
@@ -56,7 +56,7 @@ def dry_run(config: Any, world: int | None, name: str | None) -> int:
         say(str(finding))
     for line in check_overrides(config, "neuron", planned=True):
         say(f"override: {line}")
-    report = memory(plan, shape, how)
+    report = core_memory(plan, shape, how)
     say(memory_table(report, cluster))
     for line in _rehearse(config, plan, shape):
         say(line)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from neuron_parallel import INSTANCES, Cluster, ModelShape, ParallelPlan, Training, instance, memory
+from neuron_parallel import INSTANCES, Cluster, ModelShape, ParallelPlan, Training, core_memory, instance
 from neuron_parallel.cli import memory_table
 from neuron_parallel.hardware import Instance
 from neuron_parallel.memory import device_allowance
@@ -119,7 +119,7 @@ def check_memory(config: Any, world: int, name: str | None = None) -> None:
     plan, shape, how = planned
     machine, source = _machine(name)
     say(f"memory is checked for {machine.name}, {source}")
-    report = memory(plan, shape, how)
+    report = core_memory(plan, shape, how)
     cluster = Cluster(machine)
     if report.peak.bytes + device_allowance(cluster) > cluster.hbm_bytes:
         raise UserError(

@@ -5,11 +5,11 @@ import statistics
 from dataclasses import replace
 
 import pytest
-from neuron_parallel import Cluster, ParallelPlan, errors, instance, memory, suggest
+from neuron_parallel import Cluster, ParallelPlan, core_memory, errors, instance, suggest
 from neuron_parallel.memory import device_allowance, least_bytes, peak_bytes
+from neuron_parallel.memory.quantity import Quantity
 from neuron_parallel.plan import Training
-from neuron_parallel.quantity import Quantity
-from neuron_parallel.roofline import step_time
+from neuron_parallel.step_time import step_time
 from plan_shapes import QWEN3_4B, QWEN3_8B, QWEN3_30B, QWEN3_235B, TRN2, plan
 
 
@@ -63,7 +63,7 @@ def test_the_bound_that_spares_the_exact_figure_is_never_above_it():
             dispatcher=draw.choice(("gather", "capacity", "all-to-all")),
         )
         if not errors(layout, shape, TRN2, training):
-            bound, exact = least_bytes(layout, shape, training), memory(layout, shape, training).peak.bytes
+            bound, exact = least_bytes(layout, shape, training), core_memory(layout, shape, training).peak.bytes
             assert 0 < bound <= exact == peak_bytes(layout, shape, training), (layout, training)
             close.append(bound / exact)
     assert statistics.median(close) > 0.5  # or it would spare nothing

@@ -5,11 +5,11 @@ Letters are those of symbols.py.
 
 from dataclasses import replace
 
-from neuron_parallel.experts import experts
+from neuron_parallel.memory.autograd import Op, Sizes
+from neuron_parallel.memory.experts import experts
+from neuron_parallel.memory.quantity import ZERO, Quantity
+from neuron_parallel.memory.symbols import Symbols
 from neuron_parallel.plan import Training
-from neuron_parallel.quantity import ZERO, Quantity
-from neuron_parallel.symbols import Symbols
-from neuron_parallel.tape import Op, Sizes
 
 __all__ = ["before_head", "block", "embedding", "head_and_loss"]
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 from neuron_parallel import Cluster, instance
 from neuron_parallel.cli import main
-from neuron_parallel.launch import degrees_as_arguments, environment, launch_files, torchrun
+from neuron_parallel.launch_files import degrees_as_arguments, environment, launch_files, torchrun
 from plan_shapes import QWEN3_8B, TRN2, plan
 
 CONFIG = {
@@ -184,7 +184,7 @@ def test_an_impossible_degree_is_explained_with_every_reason(tmp_path, capsys):
 
 
 def test_planning_loads_no_torch():
-    code = "import sys, neuron_parallel.cli, neuron_parallel.launch, neuron_parallel.mesh, neuron_parallel.figure; print({'torch', 'numpy', 'matplotlib'} & set(sys.modules))"
+    code = "import sys, neuron_parallel.cli, neuron_parallel.launch_files, neuron_parallel.mesh, neuron_parallel.memory.figure; print({'torch', 'numpy', 'matplotlib'} & set(sys.modules))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert shown.strip() == "set()"
     assert QWEN3_8B.parameters == 8_190_735_360

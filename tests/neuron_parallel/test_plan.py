@@ -4,7 +4,7 @@ import random
 
 import pytest
 from neuron_parallel import Cluster, ModelShape, ParallelPlan, Training, errors, instance, validate
-from neuron_parallel.memory import memory
+from neuron_parallel.memory import core_memory
 from neuron_parallel.plan import expert_shard_dim, stage_layers
 from plan_shapes import QWEN3_4B, QWEN3_8B, QWEN3_30B, TRN2, plan
 
@@ -145,6 +145,8 @@ def test_no_plan_of_the_grid_crashes_and_a_valid_one_has_a_memory():
         assert all(finding.message and finding.severity in ("error", "warning") for finding in found)
         if not any(finding.severity == "error" for finding in found):
             valid += 1
-            report = memory(layout.resolve(cluster if isinstance(cluster, int) else cluster.cores), shape, training)
+            report = core_memory(
+                layout.resolve(cluster if isinstance(cluster, int) else cluster.cores), shape, training
+            )
             assert report.peak.bytes > 0 and min(report.peak.by_part().values()) >= 0
     assert valid > 50

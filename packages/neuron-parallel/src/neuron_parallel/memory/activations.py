@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from neuron_parallel.blocks import before_head, block, embedding, head_and_loss
+from neuron_parallel.memory.autograd import Moment, Op, Sizes, kept_sizes, replay_backward, replay_forward
+from neuron_parallel.memory.layers import before_head, block, embedding, head_and_loss
+from neuron_parallel.memory.snapshot import Entry, Group
+from neuron_parallel.memory.symbols import Symbols
+from neuron_parallel.model import ModelShape
 from neuron_parallel.plan import ParallelPlan, Training
-from neuron_parallel.report import Entry, Group
-from neuron_parallel.shape import ModelShape
-from neuron_parallel.symbols import Symbols
-from neuron_parallel.tape import Moment, Op, Sizes, kept_sizes, replay_backward, replay_forward
 
 __all__ = [
     "Embedded",

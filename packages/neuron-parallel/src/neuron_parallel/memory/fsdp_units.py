@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from neuron_parallel.placement import UnitName, parameters, unit_numbers
+from neuron_parallel.memory.quantity import ZERO, Quantity
+from neuron_parallel.model import ModelShape
+from neuron_parallel.parameters import UnitName, parameters, unit_numbers
 from neuron_parallel.plan import ParallelPlan, expert_shard_dim
-from neuron_parallel.quantity import ZERO, Quantity
-from neuron_parallel.shape import ModelShape
 
 __all__ = ["Part", "Unit", "fsdp_unit"]
 

@@ -7,10 +7,10 @@
 int64 indices are 8 bytes, routing scores float32.
 """
 
+from neuron_parallel.memory.autograd import Op, Sizes
+from neuron_parallel.memory.quantity import ZERO, Quantity
+from neuron_parallel.memory.symbols import Symbols
 from neuron_parallel.plan import Training
-from neuron_parallel.quantity import ZERO, Quantity
-from neuron_parallel.symbols import Symbols
-from neuron_parallel.tape import Op, Sizes
 
 __all__ = ["experts"]
 

@@ -4,9 +4,9 @@ import math
 import re
 
 import pytest
-from neuron_parallel import Training, memory
+from neuron_parallel import Training, core_memory
 from neuron_parallel.memory import device_allowance
-from neuron_parallel.placement import local_shape, parameters
+from neuron_parallel.parameters import local_shape, parameters
 from plan_shapes import QWEN3_4B, QWEN3_8B, QWEN3_30B, QWEN3_235B, TRN2, plan
 
 
@@ -45,7 +45,7 @@ def brute_force(layout, shape):
 )
 def test_parameters_on_a_core_are_a_brute_force_count_of_local_shards(shape, degrees, cores):
     layout = plan(cores, **degrees)
-    report = memory(layout, shape, Training(param_bytes=4))
+    report = core_memory(layout, shape, Training(param_bytes=4))
     parts = report.peak.by_part()
     expected = brute_force(layout, shape)
     assert parts["parameters"] == 4 * expected
@@ -86,7 +86,7 @@ def test_the_parameters_of_all_ranks_are_those_of_the_model():
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_every_figure_of_the_table_is_worked_out_from_its_printed_formula(mode):
     for shape, layout in ((QWEN3_8B, plan(64, tp=4)), (QWEN3_30B, plan(64, ep=8))):
-        report = memory(layout, shape, Training(checkpointing=mode))
+        report = core_memory(layout, shape, Training(checkpointing=mode))
         for moment in report.moments:
             for entry in moment.entries:
                 assert evaluate(str(entry.size), report.symbols) == pytest.approx(entry.size.value), (
@@ -107,21 +107,21 @@ def evaluate(formula, symbols):
 def test_checkpointing_trades_kept_activations_for_time():
     layout = plan(64, tp=4)
     kept = {
-        mode: sum(memory(layout, QWEN3_8B, Training(checkpointing=mode)).kept.values())
+        mode: sum(core_memory(layout, QWEN3_8B, Training(checkpointing=mode)).kept.values())
         for mode in ("none", "selective", "full")
     }
     assert kept["full"] < kept["selective"] / 2 < kept["none"] / 4
 
 
 def test_a_chunked_loss_needs_its_share_of_the_logits():
-    whole, parts = (memory(plan(64), QWEN3_8B, Training(loss_chunks=n)).largest("logits") for n in (1, 8))
+    whole, parts = (core_memory(plan(64), QWEN3_8B, Training(loss_chunks=n)).largest("logits") for n in (1, 8))
     assert whole == pytest.approx(3 * 4096 * 151936 * 4, rel=1e-6)  # log-probabilities and two gradients in float32
     assert parts < whole / 5
 
 
 def test_pipeline_stages_keep_the_micro_batches_in_flight():
     one, four = (
-        memory(plan(64, pp=pp, dp_shard=64 // pp, global_batch=8 * 64 // pp), QWEN3_8B, Training()).peak.by_part()
+        core_memory(plan(64, pp=pp, dp_shard=64 // pp, global_batch=8 * 64 // pp), QWEN3_8B, Training()).peak.by_part()
         for pp in (1, 4)
     )
     assert four["activations"] > 0.8 * one["activations"]  # a quarter of the layers, four micro-batches
@@ -129,7 +129,7 @@ def test_pipeline_stages_keep_the_micro_batches_in_flight():
 
 
 def test_micro_batches_after_the_first_find_the_gradients_of_all_parameters():
-    one, two = (memory(plan(64, tp=4, global_batch=16 * n), QWEN3_8B).peak.by_part() for n in (1, 2))
+    one, two = (core_memory(plan(64, tp=4, global_batch=16 * n), QWEN3_8B).peak.by_part() for n in (1, 2))
     assert one["gradients"] == 0
     assert two == one | {"gradients": one["parameters"]}
 
@@ -137,7 +137,7 @@ def test_micro_batches_after_the_first_find_the_gradients_of_all_parameters():
 def test_from_its_second_micro_batch_on_a_pipelines_last_stage_has_its_gradients_unsharded():
     def at_the_loss(batches):
         layout = plan(8, pp=2, dp_shard=4, global_batch=4 * batches)
-        moments = memory(layout, QWEN3_8B, Training(), stage=1).moments
+        moments = core_memory(layout, QWEN3_8B, Training(), stage=1).moments
         return next(m for m in moments if m.where == "loss: log-softmax backward").by_part()
 
     assert at_the_loss(1)["gradient buffers"] == 0
@@ -154,4 +154,4 @@ def test_an_unresolved_plan_is_refused():
     from neuron_parallel import ParallelPlan
 
     with pytest.raises(ValueError, match="resolve"):
-        memory(ParallelPlan(), QWEN3_8B)
+        core_memory(ParallelPlan(), QWEN3_8B)

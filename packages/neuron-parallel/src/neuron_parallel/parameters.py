@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from neuron_parallel.model import ModelShape
 from neuron_parallel.plan import ParallelPlan, expert_shard_dim
-from neuron_parallel.shape import ModelShape
 
 __all__ = ["Parameter", "UnitName", "local_shape", "parameters", "unit_numbers"]
 

@@ -1,6 +1,6 @@
 """Bytes of one logical core, moment by moment through a training step, from formulas alone.
 
-    report = memory(plan, shape, training)
+    report = core_memory(plan, shape, training)
     report.peak.bytes, report.peak.where
     print(report.peak.table())                  # every tensor group with its formula
 
@@ -12,15 +12,15 @@ usually need less, and their scratch is the one allowance here (`device_allowanc
 import math
 from collections.abc import Iterable
 
-from neuron_parallel import pieces
 from neuron_parallel.hardware import Cluster
+from neuron_parallel.memory import activations
+from neuron_parallel.memory.fsdp_units import fsdp_unit
+from neuron_parallel.memory.snapshot import Memory
+from neuron_parallel.memory.timeline import Stage, stays
+from neuron_parallel.model import ModelShape
 from neuron_parallel.plan import ParallelPlan, Training, stage_layers
-from neuron_parallel.report import PARTS, Memory, Snapshot
-from neuron_parallel.shape import ModelShape
-from neuron_parallel.stage import Stage, stays
-from neuron_parallel.units import fsdp_unit
 
-__all__ = ["PARTS", "Memory", "Snapshot", "device_allowance", "least_bytes", "memory", "peak_bytes"]
+__all__ = ["core_memory", "device_allowance", "least_bytes", "peak_bytes"]
 
 USABLE = 23.5e9
 """Bytes of a 24 GiB core at which out-of-memory was met (reports from the field)."""
@@ -34,7 +34,9 @@ def device_allowance(cluster: Cluster) -> float:
     return cluster.hbm_bytes * (1 - USABLE / (24 << 30))
 
 
-def memory(plan: ParallelPlan, shape: ModelShape, training: Training | None = None, stage: int | None = None) -> Memory:
+def core_memory(
+    plan: ParallelPlan, shape: ModelShape, training: Training | None = None, stage: int | None = None
+) -> Memory:
     """The memory of one core under a resolved plan (dp_shard and global_batch filled in), of a pipeline's `stage` (None: of the one
     that needs most).
 
@@ -49,7 +51,7 @@ def memory(plan: ParallelPlan, shape: ModelShape, training: Training | None = No
 
 
 def peak_bytes(plan: ParallelPlan, shape: ModelShape, training: Training, limit: float = math.inf) -> float:
-    """memory(...).peak.bytes for less work; infinity as soon as it is seen to be over `limit`."""
+    """core_memory(...).peak.bytes for less work; infinity as soon as it is seen to be over `limit`."""
     largest = 0.0
     for stage in _stages(plan):
         for moment in Stage(plan, shape, training, stage).moments():
@@ -84,8 +86,8 @@ def least_bytes(plan: ParallelPlan, shape: ModelShape, training: Training) -> fl
 def _least(plan: ParallelPlan, shape: ModelShape, training: Training, moe: bool) -> tuple[float, float, float, float]:
     """Bytes that a layer holds through the backward pass; that it keeps of a micro-batch until its own; of the gradients that a
     micro-batch leaves; that it needs beside while it goes backward."""
-    unit, kept = fsdp_unit(shape, plan, "layer", moe), pieces.kept(plan, shape, training, moe).bytes
-    whole = pieces.kept(plan, shape, training.without_mode, moe).bytes
+    unit, kept = fsdp_unit(shape, plan, "layer", moe), activations.kept(plan, shape, training, moe).bytes
+    whole = activations.kept(plan, shape, training.without_mode, moe).bytes
     held, gathered = unit.owned * training.param_bytes, unit.gathered * training.compute_bytes
     through = plan.pp > 1 and stays(plan, training)
     gradient = float(unit.gathered * training.reduce_bytes if plan.pp > 1 else held)

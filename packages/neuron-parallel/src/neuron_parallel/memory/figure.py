@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from neuron_parallel.memory import PARTS, Memory
+from neuron_parallel.memory.snapshot import PARTS, Memory
 
 __all__ = ["draw_memory"]
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from neuron_parallel.hardware import Cluster
-from neuron_parallel.placement import parameters, unit_numbers
+from neuron_parallel.memory.symbols import Symbols
+from neuron_parallel.model import ModelShape
+from neuron_parallel.parameters import parameters, unit_numbers
 from neuron_parallel.plan import ParallelPlan, Training, stage_layers
-from neuron_parallel.shape import ModelShape
-from neuron_parallel.symbols import Symbols
 
 __all__ = ["EFFICIENCY", "StepTime", "step_time"]
 

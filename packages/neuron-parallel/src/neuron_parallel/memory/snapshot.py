@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from neuron_parallel.quantity import Quantity
+from neuron_parallel.memory.quantity import Quantity
 
 __all__ = ["PARTS", "Entry", "Group", "Memory", "Snapshot", "Term"]
 

@@ -3,7 +3,7 @@
 import pytest
 from neuron_parallel import INSTANCES, Cluster, instance
 from neuron_parallel.hardware import GIB, parse_cores
-from neuron_parallel.launch import check_visible_cores
+from neuron_parallel.launch_files import check_visible_cores
 from plan_shapes import TRN2
 
 

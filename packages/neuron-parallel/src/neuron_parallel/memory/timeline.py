@@ -15,14 +15,14 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
-from neuron_parallel import pieces
-from neuron_parallel.buffers import Buffers, buffers, reduction
+from neuron_parallel.memory import activations
+from neuron_parallel.memory.fsdp_buffers import Buffers, buffers, reduction
+from neuron_parallel.memory.fsdp_units import Unit, fsdp_unit
+from neuron_parallel.memory.quantity import Quantity
+from neuron_parallel.memory.snapshot import Entry, Group, Memory, Snapshot, Term
+from neuron_parallel.memory.symbols import Symbols
+from neuron_parallel.model import ModelShape
 from neuron_parallel.plan import ParallelPlan, Training, stage_layers
-from neuron_parallel.quantity import Quantity
-from neuron_parallel.report import Entry, Group, Memory, Snapshot, Term
-from neuron_parallel.shape import ModelShape
-from neuron_parallel.symbols import Symbols
-from neuron_parallel.units import Unit, fsdp_unit
 
 __all__ = ["Stage", "stays"]
 
@@ -56,7 +56,7 @@ class Stage:
         self.moe_layers = round(count * shape.moe_layers / shape.num_hidden_layers)
         numbers = {True: self.moe_layers, False: count - self.moe_layers}
         self.layers = [
-            (self._buffers(fsdp_unit(shape, plan, "layer", moe)), pieces.layer(plan, shape, training, moe), n)
+            (self._buffers(fsdp_unit(shape, plan, "layer", moe)), activations.layer(plan, shape, training, moe), n)
             for moe, n in numbers.items()
             if n
         ]
@@ -160,7 +160,7 @@ class Stage:
         x = s.t * s.D * s.a
         found: list[Entry] = []
         if not self.stage:
-            found += pieces.embedded(self.plan, self.shape, self.training).kept
+            found += activations.embedded(self.plan, self.shape, self.training).kept
         elif not any(layer.keeps_input for _, layer, _ in self.layers):
             found.append(Entry("activations", "received activations", x))
         if not self.last:
@@ -235,7 +235,7 @@ class Stage:
         head = self.head
         if not head:
             return
-        end = pieces.loss(self.plan, self.shape, self.training)
+        end = activations.loss(self.plan, self.shape, self.training)
         at, y = self.passes[0], self.s.t * self.s.D * self.s.a
         standing = [*self._standing(at), *self._gathered_forward(False), *self._kept(self.counts)]
         gathering = ((1, head.gathered), (1, head.flat), (1, head.copied))
@@ -327,7 +327,7 @@ class Stage:
             return
         if self.tied and self.chunked:
             unit = self._buffers(_one_table(unit.unit))
-        end = (1, pieces.embedded(self.plan, self.shape, self.training).backward)
+        end = (1, activations.embedded(self.plan, self.shape, self.training).backward)
         for at in self.passes:
             common = (*self._standing(at, max(self.counts, default=0)), end)
             if self.piped:
@@ -361,7 +361,7 @@ class Stage:
     def _kept_by_part(self) -> dict[str, float]:
         terms = [*self._kept(self.counts), (1, self.beside)]
         if self.head:
-            terms.append((1, pieces.loss(self.plan, self.shape, self.training).after_forward))
+            terms.append((1, activations.loss(self.plan, self.shape, self.training).after_forward))
         return {part: size for part, size in Snapshot("", tuple(terms)).by_part().items() if size}
 
     def _letters(self) -> dict[str, float]:

@@ -9,7 +9,7 @@ to the first one's: for a moment there are both.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from neuron_parallel.quantity import ZERO, Quantity
+from neuron_parallel.memory.quantity import ZERO, Quantity
 
 __all__ = ["Moment", "Op", "Sizes", "kept_sizes", "replay_backward", "replay_forward"]
 

@@ -17,9 +17,9 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
+from neuron_parallel.memory.quantity import Quantity
+from neuron_parallel.model import ModelShape
 from neuron_parallel.plan import ParallelPlan, Training
-from neuron_parallel.quantity import Quantity
-from neuron_parallel.shape import ModelShape
 
 __all__ = ["Symbols"]
 

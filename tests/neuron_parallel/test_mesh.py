@@ -3,7 +3,7 @@
 import pytest
 import torch
 from neuron_parallel.mesh import build_meshes, mesh_shapes, placements
-from neuron_parallel.placement import local_shape, parameters
+from neuron_parallel.parameters import local_shape, parameters
 from plan_shapes import QWEN3_30B, plan
 from ranks import run_ranks
 

@@ -7,9 +7,9 @@ has one rank there is no flat buffer, but a cast of each parameter in turn.
 from collections.abc import Iterable, Iterator
 from functools import cached_property, lru_cache
 
-from neuron_parallel.quantity import Quantity
-from neuron_parallel.report import Entry, Group
-from neuron_parallel.units import Part, Unit
+from neuron_parallel.memory.fsdp_units import Part, Unit
+from neuron_parallel.memory.quantity import Quantity
+from neuron_parallel.memory.snapshot import Entry, Group
 
 __all__ = ["Buffers", "buffers", "reduction"]
 
