@@ -16,7 +16,8 @@ from neuron_parallel.hardware import Cluster
 from neuron_parallel.memory import activations
 from neuron_parallel.memory.fsdp_units import fsdp_unit
 from neuron_parallel.memory.snapshot import Memory
-from neuron_parallel.memory.timeline import Stage, stays
+from neuron_parallel.memory.stage import stays
+from neuron_parallel.memory.timeline import Timeline
 from neuron_parallel.model import ModelShape
 from neuron_parallel.plan import ParallelPlan, Training, stage_layers
 
@@ -46,7 +47,7 @@ def core_memory(
         raise ValueError(f"resolve the plan first: dp_shard {plan.dp_shard}, global_batch {plan.global_batch}")
     training = training or Training()
     stages = _stages(plan) if stage is None else (stage,)
-    reports = (Stage(plan, shape, training, stage).memory() for stage in stages)
+    reports = (Timeline(plan, shape, training, stage).memory() for stage in stages)
     return max(reports, key=lambda report: report.peak.bytes)
 
 
@@ -54,7 +55,7 @@ def peak_bytes(plan: ParallelPlan, shape: ModelShape, training: Training, limit:
     """core_memory(...).peak.bytes for less work; infinity as soon as it is seen to be over `limit`."""
     largest = 0.0
     for stage in _stages(plan):
-        for moment in Stage(plan, shape, training, stage).moments():
+        for moment in Timeline(plan, shape, training, stage).largest_first():
             largest = max(largest, moment.bytes)
             if largest > limit:
                 return math.inf
