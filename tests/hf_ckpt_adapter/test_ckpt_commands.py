@@ -225,7 +225,7 @@ sys.exit("torch" in sys.modules)
 def test_an_interrupt_exits_with_130_and_the_same_command_goes_on(
     tmp_path: Path, hub: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hf_ckpt_adapter import publish
+    from hf_ckpt_adapter.formats import staging as publish
 
     arguments = ["convert", str(hub), str(tmp_path / "step"), "--max-shard-size", "100kB"]
     real = publish.Staging.note

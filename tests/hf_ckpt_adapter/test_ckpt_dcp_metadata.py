@@ -13,9 +13,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from hf_ckpt_adapter import convert_checkpoint as convert
-from hf_ckpt_adapter.dcp_io import DcpFolder, read_metadata, safe_unpickle
-from hf_ckpt_adapter.dcp_write import tensor_zip
-from hf_ckpt_adapter.tensors import DTYPES, buffer
+from hf_ckpt_adapter.formats.dcp_read import DcpFolder, read_metadata
+from hf_ckpt_adapter.formats.safe_pickle import safe_unpickle
+from hf_ckpt_adapter.formats.tensors import DTYPES, buffer
+from hf_ckpt_adapter.formats.torch_zip import tensor_zip
 from hf_tiny import config, state, write_hub
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,8 +28,8 @@ def test_metadata_is_what_torch_itself_would_write(tmp_path: Path) -> None:
     tensors = {"norm.weight": torch.arange(4.0), "flags": torch.ones(2, 3, dtype=torch.bool)}
     dcp.save(tensors, checkpoint_id=tmp_path / "torch", no_dist=True)
     theirs = pickle.loads((tmp_path / "torch" / ".metadata").read_bytes())
-    from hf_ckpt_adapter.dcp_write import SavedChunk, metadata_bytes
-    from hf_ckpt_adapter.tensors import TensorInfo
+    from hf_ckpt_adapter.formats.dcp_write import SavedChunk, metadata_bytes
+    from hf_ckpt_adapter.formats.tensors import TensorInfo
 
     infos = {n: TensorInfo(t.dtype, tuple(t.shape)) for n, t in tensors.items()}
     places = {key.fqn: value for key, value in theirs.storage_data.items()}
@@ -160,7 +161,7 @@ def test_a_record_that_takes_forever_to_print_is_refused_by_its_type(tmp_path: P
 
 
 def test_a_pickle_cannot_change_the_classes_that_it_may_name() -> None:
-    from hf_ckpt_adapter.dcp_records import RECORDS, StorageInfo
+    from hf_ckpt_adapter.formats.dcp_records import RECORDS, StorageInfo
 
     before = dict(vars(StorageInfo))
     name = class_named("torch.distributed.checkpoint.filesystem", "_StorageInfo")
@@ -170,7 +171,7 @@ def test_a_pickle_cannot_change_the_classes_that_it_may_name() -> None:
 
 
 def test_one_list_named_many_times_is_not_copied_each_time() -> None:
-    from hf_ckpt_adapter.dcp_records import RECORDS
+    from hf_ckpt_adapter.formats.dcp_records import RECORDS
 
     count = 100_000
     sizes = (class_named("torch", "Size") + b"h\x00\x85R") * 1000

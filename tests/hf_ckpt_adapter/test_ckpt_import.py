@@ -14,13 +14,13 @@ from hf_ckpt_adapter import (
     Layout,
     Options,
     convert_state,
-    dcp_write,
     export_step,
     stream,
 )
 from hf_ckpt_adapter import (
     convert_checkpoint as convert,
 )
+from hf_ckpt_adapter.formats import dcp_write
 from hf_tiny import config, equal, fused, state, write_hub
 from safetensors.torch import load_file
 

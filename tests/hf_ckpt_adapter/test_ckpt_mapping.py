@@ -4,7 +4,7 @@ input."""
 import pytest
 import torch
 from hf_ckpt_adapter import Layout, convert_state, read_names
-from hf_ckpt_adapter.mapping import missing_parts
+from hf_ckpt_adapter.names.read import missing_parts
 from hf_tiny import config, equal, fused, state
 
 LAYOUTS = list(Layout)

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from hf_ckpt_adapter import Layout, Options, convert_checkpoint
+from hf_ckpt_adapter.formats.tensors import TensorInfo
 from hf_ckpt_adapter.plan import Plan, make_plan
-from hf_ckpt_adapter.tensors import TensorInfo
 from hf_tiny import config, fused, state, write_hub
 
 # Sizes as in the config.json of each model on the Hub (Qwen/Qwen3-...): hidden, layers, heads, kv heads,

@@ -13,9 +13,10 @@ import time
 from pathlib import Path
 
 import pytest
-from hf_ckpt_adapter import Options, diff, open_source, publish
+from hf_ckpt_adapter import Options, diff, open_source
 from hf_ckpt_adapter import convert_checkpoint as convert
-from hf_ckpt_adapter.publish import Staging, read_marker
+from hf_ckpt_adapter.formats import staging as publish
+from hf_ckpt_adapter.formats.staging import Staging, read_marker
 from hf_ckpt_adapter.verify import verify
 from hf_tiny import config, equal, state, write_hub
 from safetensors.torch import load_file

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from hf_ckpt_adapter import diff, export_step
-from hf_ckpt_adapter.dcp_io import DcpFolder
+from hf_ckpt_adapter.formats.dcp_read import DcpFolder
 from hf_ranks import CONFIG
 from hf_tiny import equal, state
 from safetensors.torch import load_file

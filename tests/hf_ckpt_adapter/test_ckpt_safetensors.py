@@ -12,7 +12,7 @@ import pytest
 import torch
 from hf_ckpt_adapter import convert_checkpoint as convert
 from hf_ckpt_adapter import open_source
-from hf_ckpt_adapter.safetensors_io import SafetensorsFolder, read_header
+from hf_ckpt_adapter.formats.safetensors import SafetensorsFolder, read_header
 from hf_tiny import config, equal, state, write_hub
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -215,7 +215,7 @@ def test_one_byte_too_many_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_dtype_is_read_as_the_reference_reads_it(tmp_path: Path) -> None:
-    from hf_ckpt_adapter.tensors import DTYPES, buffer
+    from hf_ckpt_adapter.formats.tensors import DTYPES, buffer
 
     tensors = {name: torch.ones(2, 3).to(dtype) for name, dtype in DTYPES.items()}
     save_file(tensors, tmp_path / "model.safetensors")

@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 
-from .mapping import Reading
-from .safetensors_io import parse_json, regular_file
-from .tensors import WEIGHT_DTYPES, dtype_named
+from .formats.files import CONFIG, COPIED_FILES, read_json, regular_file
+from .formats.tensors import WEIGHT_DTYPES, dtype_named
+from .names.read import Reading
 
 __all__ = [
-    "ASSET_FILES",
     "Sizes",
     "asset_files",
     "check_config",
@@ -33,20 +32,6 @@ __all__ = [
 ]
 
 MAX_CONFIG = 4 << 20
-# Everything that a tokenizer or a chat template may consist of, by the names that transformers reads.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-_COPIED = ("generation_config.json", *TOKENIZER_FILES)
-ASSET_FILES = ("config.json", *_COPIED)
 # Facts without which a Qwen3 cannot be run and that no tensor holds.
 _NEEDED = ("rms_norm_eps",)
 _NEEDED_MOE = ("num_experts_per_tok", "norm_topk_prob")
@@ -59,15 +44,13 @@ def load_config(folder: Path, *, follow_symlinks: bool = False) -> dict[str, Any
         FileNotFoundError: there is none. ValueError: it is not a JSON object.
     """
     try:
-        path = regular_file(folder, "config.json", follow_symlinks=follow_symlinks)
+        path = regular_file(folder, CONFIG, follow_symlinks=follow_symlinks)
     except FileNotFoundError:
         raise FileNotFoundError(
             f"{folder} has no config.json. The tensors cannot tell rope theta, norm eps or top-k: put the "
             "model's config.json there, or name a folder that has it (assets=..., --assets)."
         ) from None
-    if path.stat().st_size > MAX_CONFIG:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes; a config of up to {MAX_CONFIG} is read")
-    config = parse_json(path.read_bytes(), str(path))
+    config = read_json(path, MAX_CONFIG, "a config")
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds a {type(config).__name__}, expected an object")
     return config
@@ -283,7 +266,7 @@ def config_bytes(config: Mapping[str, Any], *, dtype: torch.dtype | None, tie: b
 def asset_files(source: Path, *, follow_symlinks: bool = False) -> list[tuple[str, Path]]:
     """Generation config and tokenizer files that `source` has: name and checked path of each."""
     found = []
-    for name in _COPIED:
+    for name in COPIED_FILES:
         with suppress(FileNotFoundError):
             found.append((name, regular_file(source, name, follow_symlinks=follow_symlinks)))
     return found

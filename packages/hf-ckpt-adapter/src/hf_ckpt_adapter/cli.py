@@ -135,10 +135,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _convert(arguments: argparse.Namespace, bar: _Bar) -> tuple[int, Any]:
     from .convert import convert_checkpoint
-    from .dcp_io import is_dcp
+    from .formats.dcp_read import is_dcp
+    from .formats.tensors import dtype_named
     from .plan import Options
     from .sources import find
-    from .tensors import dtype_named
 
     options = Options(
         dtype=dtype_named(arguments.dtype) if arguments.dtype else None,

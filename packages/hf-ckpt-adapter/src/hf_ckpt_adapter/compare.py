@@ -14,11 +14,15 @@ from typing import Any
 import torch
 
 from .assets import load_config, tied
-from .mapping import Piece, Reading, Shape, Target, natural, read_names
-from .plan import EMBED, HEAD, Output, resolve, vocabulary
+from .formats.tensors import TensorInfo, TensorSource
+from .names.order import natural
+from .names.read import Reading, read_names
+from .names.rows import Piece, Shape
+from .names.table import EMBED, HEAD
+from .names.write import Target
+from .plan import Output, resolve, vocabulary
 from .sources import assets_of, find, open_source
 from .stream import blocks
-from .tensors import TensorInfo, TensorSource
 
 __all__ = ["Comparison", "Difference", "Model", "diff"]
 

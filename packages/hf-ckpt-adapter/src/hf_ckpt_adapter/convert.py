@@ -21,24 +21,18 @@ from pathlib import Path
 import torch
 
 from .assets import asset_files, config_bytes, load_config
-from .dcp_io import METADATA
-from .dcp_write import SavedChunk, chunk_starts, metadata_bytes, tensor_zip
-from .mapping import Layout
+from .formats.dcp_write import SavedChunk, chunk_starts, metadata_bytes
+from .formats.files import ASSETS, INDEX, METADATA, SIDE_FILE, chunk_file, shard_file
+from .formats.safetensors import header_bytes, index_bytes, split_shards, tensor_order
+from .formats.staging import Staging
+from .formats.tensors import TensorInfo, TensorSource, dtype_named
+from .formats.torch_zip import tensor_zip
+from .names.table import Layout
 from .plan import Options, Output, Plan, make_plan
-from .publish import Staging
 from .report import Report
-from .safetensors_io import (
-    INDEX_NAME,
-    header_bytes,
-    index_bytes,
-    shard_names,
-    split_shards,
-    tensor_order,
-)
-from .side_state import SIDE_FILE, read_side_state, side_file_bytes, tensor_bytes
-from .sources import ASSETS, assets_of, find, open_source
+from .side_state import read_side_state, side_file_bytes, tensor_bytes
+from .sources import assets_of, find, open_source
 from .stream import stream
-from .tensors import TensorInfo, TensorSource, dtype_named
 
 __all__ = ["Progress", "convert_checkpoint", "export_step"]
 
@@ -243,7 +237,7 @@ class _HubFolder(_Folder):
     kind = "hub"
 
     def file_names(self, count: int) -> list[str]:
-        return shard_names(count)
+        return [shard_file(i, count) for i in range(1, count + 1)]
 
     def write_file(self, name: str, outputs: list[Output], source: TensorSource, count: Callable[[int], None]) -> None:
         sums = {}
@@ -261,7 +255,7 @@ class _HubFolder(_Folder):
             with self.staging.file(SIDE_FILE) as file:
                 file.write(side_file_bytes(self.side))
             self._report_side_state()
-        with self.staging.file(INDEX_NAME) as file:
+        with self.staging.file(INDEX) as file:
             file.write(index_bytes(self.files, self.sizes))
         self.write_assets("")
 
@@ -285,7 +279,7 @@ class _DcpFolder(_Folder):
     kind = "dcp"
 
     def file_names(self, count: int) -> list[str]:
-        return [f"__0_{i}.distcp" for i in range(count)]
+        return [chunk_file(i) for i in range(count)]
 
     def write_file(self, name: str, outputs: list[Output], source: TensorSource, count: Callable[[int], None]) -> None:
         sums: dict[str, str] = {}
@@ -324,7 +318,7 @@ class _DcpFolder(_Folder):
         }
         side = self.plan.side_names(self.side)
         if side:
-            name, offset = f"__0_{len(self.files)}.distcp", 0
+            name, offset = chunk_file(len(self.files)), 0
             with self.staging.file(name) as file:
                 for tensor, value in side.items():
                     info = TensorInfo(value.dtype, tuple(value.shape))

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.futures import Future
 
 from .assets import load_config
-from .mapping import HUB_LAYOUTS, Layout
+from .names.table import HUB_LAYOUTS, Layout
 from .plan import Options, Output, Read, make_plan
 from .side_state import read_side_state
 from .sources import assets_of, find, open_source

@@ -10,9 +10,10 @@ from typing import Any
 
 from .assets import sizes_of, tied
 from .compare import Model
-from .mapping import Layout
+from .formats.files import MARKER
+from .formats.staging import read_marker
+from .names.table import Layout
 from .plan import Options, make_plan
-from .publish import MARKER, read_marker
 from .report import size_text
 from .stream import blocks
 

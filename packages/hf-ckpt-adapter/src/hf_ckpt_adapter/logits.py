@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .compare import Model
-from .mapping import Layout
+from .names.table import Layout
 from .states import convert_state
 from .stream import blocks
 

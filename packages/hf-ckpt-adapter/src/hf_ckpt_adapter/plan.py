@@ -15,23 +15,14 @@ from typing import Any
 import torch
 
 from .assets import Sizes, check_config, sizes_of, stored_dtype, tied
-from .mapping import (
-    HUB_LAYOUTS,
-    SPELLINGS,
-    Layout,
-    Piece,
-    Reading,
-    Shape,
-    Target,
-    missing_parts,
-    read_names,
-    write_names,
-)
-from .tensors import WEIGHT_DTYPES, TensorInfo, TensorSource
+from .formats.tensors import WEIGHT_DTYPES, TensorInfo, TensorSource
+from .names.read import Reading, missing_parts, read_names
+from .names.rows import Piece, Shape
+from .names.table import EMBED, HEAD, HUB_LAYOUTS, SPELLINGS, Layout
+from .names.write import Target, write_names
 
 __all__ = ["Options", "Output", "Plan", "Read", "make_plan", "refuse_unexpected", "resolve", "vocabulary"]
 
-EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # The most rows that rounding a vocabulary up for tensor parallelism adds; more is not padding but a wrong
 # config.
 MAX_PADDING = 1024

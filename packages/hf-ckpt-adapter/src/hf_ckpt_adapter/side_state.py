@@ -13,14 +13,13 @@ from pathlib import Path
 
 import torch
 
-from .mapping import Reading
-from .safetensors_io import SafetensorsFolder, header_bytes, inner_folder, tensor_order
-from .tensors import TensorInfo, TensorSource, buffer
+from .formats.files import SIDE_FILE, SIDE_FOLDER, inner_folder
+from .formats.safetensors import SafetensorsFolder, header_bytes, tensor_order
+from .formats.tensors import TensorInfo, TensorSource, buffer
+from .names.read import Reading
 
-__all__ = ["SIDE_FILE", "read_side_state", "side_file_bytes"]
+__all__ = ["read_side_state", "side_file_bytes"]
 
-SIDE_FOLDER = "titan_state"
-SIDE_FILE = f"{SIDE_FOLDER}/model.safetensors"
 MAX_SIDE_STATE = 64 << 20
 _NAME = re.compile(r"layers\.(0|[1-9][0-9]{0,3})\.moe\.(expert_bias_E|tokens_per_expert_E)")
 

@@ -9,14 +9,14 @@ import os
 import re
 from pathlib import Path
 
-from .dcp_io import METADATA, DcpFolder, is_dcp
-from .publish import refuse_unfinished
-from .safetensors_io import SafetensorsFolder, inner_folder
-from .tensors import TensorSource
+from .formats.dcp_read import DcpFolder, is_dcp
+from .formats.files import ASSETS, METADATA, inner_folder
+from .formats.safetensors import SafetensorsFolder
+from .formats.staging import refuse_unfinished
+from .formats.tensors import TensorSource
 
-__all__ = ["ASSETS", "assets_of", "find", "open_source"]
+__all__ = ["assets_of", "find", "open_source"]
 
-ASSETS = "assets"
 _HUB_ID = re.compile(r"^(?P<org>[A-Za-z0-9][\w.-]*)/(?P<name>[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w.-]+))?$")
 
 
@@ -85,7 +85,7 @@ def open_source(folder: Path, *, follow_symlinks: bool = False) -> TensorSource:
         return DcpFolder(folder, follow_symlinks=follow_symlinks)
     if next(folder.glob("*.distcp"), None) is not None:
         raise FileNotFoundError(
-            f"{folder} has DCP files and no .metadata, which is written last: a save that never finished. "
+            f"{folder} has DCP files and no {METADATA}, which is written last: a save that never finished. "
             "Take an earlier step."
         )
     return SafetensorsFolder(folder, follow_symlinks=follow_symlinks)

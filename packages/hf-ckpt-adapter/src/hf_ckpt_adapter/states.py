@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .mapping import HUB_LAYOUTS, Layout, Reading, Target, read_names, write_names
-from .plan import EMBED, HEAD, refuse_unexpected, resolve
+from .names.read import Reading, read_names
+from .names.table import EMBED, HEAD, HUB_LAYOUTS, Layout
+from .names.write import Target, write_names
+from .plan import refuse_unexpected, resolve
 
 __all__ = ["Converted", "convert_state"]
 

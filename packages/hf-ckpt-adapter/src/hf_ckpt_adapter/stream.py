@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .formats.tensors import TensorSource, buffer
 from .plan import Output, Read
-from .tensors import TensorSource, buffer
 
 __all__ = ["BLOCK", "POOL", "Block", "blocks", "cast_into", "different_head", "stream"]
 

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from .assets import load_config
-from .mapping import Layout
+from .formats.files import MARKER, UNFINISHED
+from .formats.staging import file_sum, read_marker
+from .formats.tensors import TensorSource
+from .names.table import Layout
 from .plan import Options, Output, Read, make_plan
-from .publish import MARKER, UNFINISHED, file_sum, read_marker
 from .sources import assets_of, find, open_source
 from .stream import blocks
-from .tensors import TensorSource
 
 __all__ = ["Check", "Verification", "verify"]
 

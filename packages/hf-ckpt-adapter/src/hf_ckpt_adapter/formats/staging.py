@@ -18,7 +18,6 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -26,17 +25,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .assets import ASSET_FILES
-from .safetensors_io import parse_json, regular_file
+from .files import MARKER, UNFINISHED, is_model_file, read_json, regular_file
 
-__all__ = ["MARKER", "UNFINISHED", "Staging", "file_sum", "is_unfinished", "read_marker", "refuse_unfinished"]
+__all__ = ["Staging", "file_sum", "is_unfinished", "read_marker", "refuse_unfinished"]
 
-MARKER = "complete.json"
-UNFINISHED = "unfinished"
 _PLAN = "plan.json"
 MAX_MARKER = 256 << 20
-# What a folder that may be replaced consists of, beside what its marker names; anything else in it is somebody's.
-_CHECKPOINT_FILES = re.compile(r"model[\w.-]*\.safetensors(\.index\.json)?|__\d+_\d+\.distcp|\.metadata")
 
 
 def is_unfinished(folder: Path) -> bool:
@@ -58,9 +52,7 @@ def read_marker(folder: Path) -> dict[str, Any] | None:
     if not os.path.lexists(folder / MARKER):
         return None
     path = regular_file(folder, MARKER, follow_symlinks=True)  # its content is trusted no more than its place
-    if path.stat().st_size > MAX_MARKER:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes; up to {MAX_MARKER} are read")
-    marker = parse_json(path.read_bytes(), f"{path}: the completeness marker")
+    marker = read_json(path, MAX_MARKER, "a completeness marker")
     if (
         not isinstance(marker, dict)
         or marker.get("kind") not in ("hub", "dcp")
@@ -70,11 +62,6 @@ def read_marker(folder: Path) -> dict[str, Any] | None:
             f"{path} is not a completeness marker: kind, files, sums or tensors are not what they should be"
         )
     return marker
-
-
-def _ours_by_name(name: str) -> bool:
-    folder, _, leaf = name.rpartition("/")
-    return folder in ("", "assets", "titan_state") and (leaf in ASSET_FILES or bool(_CHECKPOINT_FILES.fullmatch(leaf)))
 
 
 def file_sum(path: Path) -> str:
@@ -160,7 +147,7 @@ class Staging:
         foreign = [
             name
             for name in names
-            if name not in ours and not (name.startswith(f"{UNFINISHED}/") or _ours_by_name(name))
+            if name not in ours and not (name.startswith(f"{UNFINISHED}/") or is_model_file(name))
         ]
         if foreign:
             raise FileExistsError(

@@ -28,7 +28,9 @@ __all__ = [
     "StorageInfo",
     "StorageMeta",
     "Tensor",
+    "are_sizes",
     "as_sizes",
+    "checked_sizes",
     "to_pickle",
 ]
 
@@ -141,6 +143,20 @@ def as_sizes(values: Any = ()) -> tuple[Any, ...]:
     if len(values) > MAX_DIMS:
         raise ValueError(f"a shape of {len(values)} dimensions; up to {MAX_DIMS} are read")
     return tuple(values)
+
+
+def are_sizes(values: Any) -> bool:
+    """Whether `values` are sizes or offsets of a tensor: a short tuple of whole numbers."""
+    return isinstance(values, tuple) and len(values) <= MAX_DIMS and all(type(v) is int and v >= 0 for v in values)
+
+
+def checked_sizes(values: Any) -> tuple[int, ...]:
+    """Sizes or offsets as a tuple of numbers; TypeError for anything else."""
+    values = tuple(values) if isinstance(values, list) else values
+    if not are_sizes(values):
+        raise TypeError(f"a {type(values).__name__} where up to {MAX_DIMS} sizes are expected")
+    result: tuple[int, ...] = values
+    return result
 
 
 def _forgotten(*parts: Any) -> None:

@@ -12,101 +12,28 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import struct
 import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from .files import INDEX, SINGLE, OpenFiles, is_plain, parse_json, pread_exactly, read_json, regular_file
 from .tensors import DTYPE_NAMES, DTYPES, MAX_DIMS, TensorInfo
 
 __all__ = [
-    "INDEX_NAME",
-    "OpenFiles",
     "SafetensorsFolder",
     "header_bytes",
     "index_bytes",
-    "inner_folder",
     "read_header",
-    "regular_file",
-    "shard_names",
     "split_shards",
     "tensor_order",
 ]
 
-INDEX_NAME = "model.safetensors.index.json"
 # The reference implementation allows 100 MB; 16 MiB hold about 130,000 tensors in one file, and parsing JSON
 # costs up to ten times its size in memory.
 MAX_HEADER = 16 << 20
 MAX_INDEX = 64 << 20
-MAX_OPEN = 32  # of the 1,024 files that a process may have open; a checkpoint of many ranks has more
-
-
-def regular_file(folder: Path, name: str, *, follow_symlinks: bool = False) -> Path:
-    """`folder/name` after checking that it is a plain name of a regular file that lies in `folder`.
-
-    A Hugging Face cache snapshot (`models--x/snapshots/rev`) may link into its own `models--x/blobs`. Other
-    links out of the folder need `follow_symlinks`.
-
-    Raises:
-        ValueError: a path instead of a name, a link out, or something that is not a file.
-        FileNotFoundError: no such file.
-    """
-    if not name or name in (".", "..") or not _is_plain(name):
-        raise ValueError(f"{folder}: file name {name!r} is not a plain name inside the folder; refused")
-    path = folder / name
-    real = Path(os.path.realpath(path))
-    home = Path(os.path.realpath(folder))
-    allowed = [home]
-    for snapshot in (home, home.parent):  # a folder of a snapshot (assets, native-only state) links there too
-        if snapshot.parent.name == "snapshots" and snapshot.parent.parent.name.startswith("models--"):
-            allowed.append(snapshot.parent.parent / "blobs")
-    if real.parent not in allowed and not follow_symlinks:
-        raise ValueError(
-            f"{path} is a link to {real}, outside its folder; refused. Pass follow_symlinks "
-            "(--follow-symlinks) if you trust it."
-        )
-    if not real.exists():
-        raise FileNotFoundError(f"{path} does not exist")
-    if not stat.S_ISREG(real.stat().st_mode):
-        raise ValueError(f"{path} is not a regular file; refused")
-    return real
-
-
-def _is_plain(name: str) -> bool:
-    """A name that a file can have, and no path."""
-    return len(name.encode(errors="surrogatepass")) <= 255 and not any(
-        c in "/\\\0" or "\ud800" <= c <= "\udfff" for c in name
-    )
-
-
-def inner_folder(folder: Path, name: str, *, follow_symlinks: bool = False) -> Path:
-    """`folder/name`, which need not exist; ValueError when it is a link and links are not followed."""
-    path = folder / name
-    if path.is_symlink() and not follow_symlinks:
-        raise ValueError(
-            f"{path} is a link to {os.path.realpath(path)}; refused. Pass follow_symlinks (--follow-symlinks) if you "
-            "trust it."
-        )
-    return path
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        twice = next(k for k, _ in pairs if k in seen or seen.add(k))  # type: ignore[func-returns-value]
-        raise ValueError(f"key {twice!r} occurs twice")
-    return result
-
-
-def parse_json(text: bytes, where: str) -> Any:
-    """JSON without duplicate keys; every way of failing is a ValueError that names the file."""
-    try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not valid JSON: {error}") from None
 
 
 def _is_size(value: object) -> bool:
@@ -216,17 +143,15 @@ class SafetensorsFolder:
                 )
 
     def _read_index(self) -> dict[str, str] | None:
-        if not os.path.lexists(self.folder / INDEX_NAME):
+        if not os.path.lexists(self.folder / INDEX):
             return None
-        path = regular_file(self.folder, INDEX_NAME, follow_symlinks=self._follow)
-        if path.stat().st_size > MAX_INDEX:
-            raise ValueError(f"{path} has {path.stat().st_size} bytes; an index of up to {MAX_INDEX} is read")
-        index = parse_json(path.read_bytes(), str(path))
+        path = regular_file(self.folder, INDEX, follow_symlinks=self._follow)
+        index = read_json(path, MAX_INDEX, "an index")
         weight_map = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError(f"{path} has no weight_map; expected tensor name -> file name")
         for tensor, name in weight_map.items():
-            if not isinstance(name, str) or not name.endswith(".safetensors") or not _is_plain(name):
+            if not isinstance(name, str) or not name.endswith(".safetensors") or not is_plain(name):
                 raise ValueError(
                     f"{path}: tensor {tensor!r} is placed in {name!r}; expected the plain name of a "
                     ".safetensors file in the same folder. Refused."
@@ -236,17 +161,17 @@ class SafetensorsFolder:
     def _loose_files(self) -> list[str]:
         names = sorted(p.name for p in self.folder.glob("*.safetensors")) if self.folder.is_dir() else []
         shards = [n for n in names if n.startswith("model-")]
-        if "model.safetensors" in names:
+        if SINGLE in names:
             if shards:
                 raise ValueError(
-                    f"{self.folder} holds model.safetensors and {len(shards)} shards but no {INDEX_NAME}: "
+                    f"{self.folder} holds {SINGLE} and {len(shards)} shards but no {INDEX}: "
                     "which of them is the model? Remove the stale ones."
                 )
-            return ["model.safetensors"]
+            return [SINGLE]
         if not names:
             pickles = [p.name for p in self.folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt")]
             hint = f" ({', '.join(pickles[:3])} can run code when read and is never opened)" if pickles else ""
-            raise FileNotFoundError(f"{self.folder}: no {INDEX_NAME} and no .safetensors file{hint}")
+            raise FileNotFoundError(f"{self.folder}: no {INDEX} and no .safetensors file{hint}")
         return shards or names
 
     def _add_file(self, name: str, weight_map: Mapping[str, str] | None) -> None:
@@ -256,7 +181,7 @@ class SafetensorsFolder:
                 owner = weight_map.get(tensor)
                 if owner is None:
                     raise ValueError(
-                        f"{self._paths[name]}: tensor {tensor!r} is in no line of {INDEX_NAME}; the index "
+                        f"{self._paths[name]}: tensor {tensor!r} is in no line of {INDEX}; the index "
                         "is not of this folder"
                     )
                 if owner != name:
@@ -281,37 +206,6 @@ class SafetensorsFolder:
         self._files.close()
 
 
-class OpenFiles:
-    """Descriptors for reading, at most MAX_OPEN at a time: the one unused for longest is closed first."""
-
-    def __init__(self) -> None:
-        self._open: dict[Path, int] = {}
-
-    def descriptor(self, path: Path) -> int:
-        """Valid until MAX_OPEN other files have been asked for."""
-        found = self._open.pop(path, None)
-        if found is None:
-            if len(self._open) >= MAX_OPEN:
-                os.close(self._open.pop(next(iter(self._open))))
-            found = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._open[path] = found
-        return found
-
-    def close(self) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1])
-
-
-def pread_exactly(descriptor: int, out: memoryview, offset: int, what: str) -> None:
-    """Fill `out` from `offset`; ValueError naming `what` when the file ends first."""
-    done = 0
-    while done < len(out):
-        got = os.preadv(descriptor, [out[done:]], offset + done)
-        if got == 0:
-            raise ValueError(f"{what}: the file ends {len(out) - done} bytes early; it was changed while being read")
-        done += got
-
-
 def split_shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
     """Tensors in order, cut into shards of at most `max_bytes`; a larger tensor gets a shard of its own."""
     shards: list[list[str]] = [[]]
@@ -323,13 +217,6 @@ def split_shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
         shards[-1].append(name)
         filled += size
     return shards
-
-
-def shard_names(count: int) -> list[str]:
-    """`model.safetensors`, or `model-00001-of-0000N.safetensors` and on."""
-    if count == 1:
-        return ["model.safetensors"]
-    return [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 
 
 def index_bytes(files: Mapping[str, Iterable[str]], sizes: Mapping[str, int]) -> bytes:
