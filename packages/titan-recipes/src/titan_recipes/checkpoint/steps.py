@@ -7,11 +7,10 @@ step exportable alone. Names other than step-<number> are not ours: they are nei
 import re
 from pathlib import Path
 
-from hf_ckpt_adapter.sources import ASSETS
+from hf_ckpt_adapter.formats.files import ASSETS, METADATA
 
 __all__ = ["ASSETS", "complete_steps", "entries", "has_steps", "is_step", "step_folder"]
 
-_METADATA = ".metadata"
 _NAME = re.compile(r"step-(\d+)")
 
 
@@ -22,7 +21,7 @@ def step_folder(folder: Path, step: int) -> Path:
 
 def is_step(folder: Path) -> bool:
     """Return whether `folder` is a whole TorchTitan step, whatever its name."""
-    return (folder / _METADATA).is_file()
+    return (folder / METADATA).is_file()
 
 
 def complete_steps(folder: Path) -> list[int]:
@@ -33,7 +32,7 @@ def complete_steps(folder: Path) -> list[int]:
 
 def has_steps(run: Path) -> bool:
     """Return whether a run's folder holds a whole step, whatever checkpoint.folder was."""
-    return any(_NAME.fullmatch(file.parent.name) for file in run.glob(f"**/step-*/{_METADATA}"))
+    return any(_NAME.fullmatch(file.parent.name) for file in run.glob(f"**/step-*/{METADATA}"))
 
 
 def entries(folder: Path) -> list[Path]:
