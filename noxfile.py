@@ -133,6 +133,14 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def figures(session: nox.Session) -> None:
+    """Rehearse recipes (all, or those named), write recipes/figures.json and the table in docs/recipes.md."""
+    in_workspace(
+        session, "python", "-m", "titan_recipes.preflight.figures", "recipes", "docs/recipes.md", *session.posargs
+    )
+
+
+@nox.session(venv_backend="none")
 def soak(session: nox.Session) -> None:
     """What takes long: full matrices, kill -9 seeds, real sizes. Pass a path or -k to choose."""
     in_workspace(session, "python", "-m", "pytest", "-m", "soak", *(session.posargs or ["tests"]))

@@ -4,13 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from qwen3_core import Qwen3Config
-from titan_recipes.checkpoint.manager import StepCheckpoints
-from titan_recipes.data.documents import python_docs
-from titan_recipes.data.loader import TextDataLoader
-from titan_recipes.models.spec import native
-from titan_recipes.moe.kernels import kernel
-from titan_recipes.train.metrics import RunMetrics
-from titan_recipes.train.trainer import Trainer
+from titan_recipes import RunMetrics, StepCheckpoints, TextDataLoader, Trainer, kernel, native, python_docs
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.components.validate import Validator

@@ -9,24 +9,18 @@ bfloat16. The mask is `causal` for the packed texts of pre-training and for the 
 (padding comes last, so nothing sees it): without a mask tensor and with lengths in multiples of 512, attention takes
 Neuron's fast kernel.
 
-"Memory per core" is modelled by `titan_recipes.preflight.rehearsal`: the most that torch's tensors take in one step, without the
-runtime, communication buffers and fragments, for which a tenth of the 24 GiB should stay free. The figures come from
-rehearsals of two depths and the straight line through them; `nox -s soak` takes each at full depth. "Checked: one step on
-N fake ranks" is what CI does: real widths and degrees, the first of the layers, shapes without contents.
-No recipe here has run on a device yet.
+Cores, memory and tokens of each stand in figures.json, which `nox -s figures` makes and `apps/train --list` shows. Memory is
+modelled by a rehearsal at full depth: the most that torch's tensors take in one step. Runtime, communication buffers and
+fragments come on top, and a tenth of the 24 GiB should stay free for them. CI takes one step of each recipe on as many
+fake ranks as it has cores: real widths and degrees, the first of the layers, shapes without contents. No recipe here has
+run on a device yet.
 
 To make one of your own, copy a function, or call it and set what differs.
 """
 
 from pathlib import Path
 
-from titan_recipes.checkpoint.manager import StepCheckpoints
-from titan_recipes.data.loader import TextDataLoader
-from titan_recipes.models.activation_checkpoint import SaveLinears
-from titan_recipes.models.simple_fsdp import simple_fsdp
-from titan_recipes.models.spec import native
-from titan_recipes.train.metrics import RunMetrics
-from titan_recipes.train.trainer import Trainer
+from titan_recipes import RunMetrics, SaveLinears, StepCheckpoints, TextDataLoader, Trainer, native, simple_fsdp
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.components.validate import Validator
@@ -98,199 +92,114 @@ def _nodes(config: Trainer.Config, nodes: int) -> Trainer.Config:
 
 
 def qwen3_0_6b_pretrain() -> Trainer.Config:
-    """Pre-train Qwen3-0.6B on one trn2.48xlarge: FSDP over all cores.
-
-    64 cores, 11.1 GiB per core (modelled), 524,288 tokens per step, causal mask over packed texts of 4096.
-    Checked: one step on 64 fake ranks.
-    """
+    """Pre-train Qwen3-0.6B on one trn2.48xlarge: FSDP over all cores."""
     return _pretrain("0.6B", tensor_parallel=1, local_batch=1)
 
 
 def qwen3_0_6b_continued() -> Trainer.Config:
-    """Continue pre-training Qwen3-0.6B-Base on one trn2.48xlarge: FSDP over all cores.
-
-    64 cores, 11.1 GiB per core (modelled), 524,288 tokens per step, causal mask over packed texts of 4096.
-    Checked: one step on 64 fake ranks.
-    """
+    """Continue pre-training Qwen3-0.6B-Base on one trn2.48xlarge: FSDP over all cores."""
     return _continued(qwen3_0_6b_pretrain())
 
 
 def qwen3_0_6b_finetune() -> Trainer.Config:
-    """Fine-tune Qwen3-0.6B-Base on conversations, on one trn2.48xlarge: FSDP over all cores.
-
-    64 cores, 5.9 GiB per core (modelled), 131,072 tokens per step with padding, causal mask, one conversation a sequence of 2048.
-    Checked: one step on 64 fake ranks.
-    """
+    """Fine-tune Qwen3-0.6B-Base on conversations, on one trn2.48xlarge: FSDP over all cores."""
     return _finetune(qwen3_0_6b_pretrain())
 
 
 def qwen3_1_7b_pretrain() -> Trainer.Config:
-    """Pre-train Qwen3-1.7B on one trn2.48xlarge: FSDP over all cores.
-
-    64 cores, 14.0 GiB per core (modelled), 524,288 tokens per step, causal mask over packed texts of 4096.
-    Checked: one step on 64 fake ranks.
-    """
+    """Pre-train Qwen3-1.7B on one trn2.48xlarge: FSDP over all cores."""
     return _pretrain("1.7B", tensor_parallel=1, local_batch=1)
 
 
 def qwen3_1_7b_continued() -> Trainer.Config:
-    """Continue pre-training Qwen3-1.7B-Base on one trn2.48xlarge: FSDP over all cores.
-
-    64 cores, 14.0 GiB per core (modelled), 524,288 tokens per step, causal mask over packed texts of 4096.
-    Checked: one step on 64 fake ranks.
-    """
+    """Continue pre-training Qwen3-1.7B-Base on one trn2.48xlarge: FSDP over all cores."""
     return _continued(qwen3_1_7b_pretrain())
 
 
 def qwen3_1_7b_finetune() -> Trainer.Config:
-    """Fine-tune Qwen3-1.7B-Base on conversations, on one trn2.48xlarge: FSDP over all cores.
-
-    64 cores, 7.7 GiB per core (modelled), 131,072 tokens per step with padding, causal mask, one conversation a sequence of 2048.
-    Checked: one step on 64 fake ranks.
-    """
+    """Fine-tune Qwen3-1.7B-Base on conversations, on one trn2.48xlarge: FSDP over all cores."""
     return _finetune(qwen3_1_7b_pretrain())
 
 
 def qwen3_4b_pretrain() -> Trainer.Config:
-    """Pre-train Qwen3-4B on one trn2.48xlarge: TP4 x FSDP16.
-
-    64 cores, 13.4 GiB per core (modelled), 524,288 tokens per step, causal mask over packed texts of 4096.
-    Checked: one step on 64 fake ranks.
-    """
+    """Pre-train Qwen3-4B on one trn2.48xlarge: TP4 x FSDP16."""
     return _pretrain("4B", tensor_parallel=4, local_batch=2)
 
 
 def qwen3_4b_continued() -> Trainer.Config:
-    """Continue pre-training Qwen3-4B-Base on one trn2.48xlarge: TP4 x FSDP16.
-
-    64 cores, 13.4 GiB per core (modelled), 524,288 tokens per step, causal mask over packed texts of 4096.
-    Checked: one step on 64 fake ranks.
-    """
+    """Continue pre-training Qwen3-4B-Base on one trn2.48xlarge: TP4 x FSDP16."""
     return _continued(qwen3_4b_pretrain())
 
 
 def qwen3_4b_finetune() -> Trainer.Config:
-    """Fine-tune Qwen3-4B-Base on conversations, on one trn2.48xlarge: TP4 x FSDP16.
-
-    64 cores, 7.4 GiB per core (modelled), 131,072 tokens per step with padding, causal mask, one conversation a sequence of 2048.
-    Checked: one step on 64 fake ranks.
-    """
+    """Fine-tune Qwen3-4B-Base on conversations, on one trn2.48xlarge: TP4 x FSDP16."""
     return _finetune(qwen3_4b_pretrain())
 
 
 def qwen3_8b_pretrain() -> Trainer.Config:
-    """Pre-train Qwen3-8B on one trn2.48xlarge: TP4 x FSDP16.
-
-    64 cores, 16.9 GiB per core (modelled), 524,288 tokens per step, causal mask over packed texts of 4096.
-    Checked: one step on 64 fake ranks.
-    """
+    """Pre-train Qwen3-8B on one trn2.48xlarge: TP4 x FSDP16."""
     return _pretrain("8B", tensor_parallel=4, local_batch=2)
 
 
 def qwen3_8b_continued() -> Trainer.Config:
-    """Continue pre-training Qwen3-8B-Base on one trn2.48xlarge: TP4 x FSDP16.
-
-    64 cores, 16.9 GiB per core (modelled), 524,288 tokens per step, causal mask over packed texts of 4096.
-    Checked: one step on 64 fake ranks.
-    """
+    """Continue pre-training Qwen3-8B-Base on one trn2.48xlarge: TP4 x FSDP16."""
     return _continued(qwen3_8b_pretrain())
 
 
 def qwen3_8b_finetune() -> Trainer.Config:
-    """Fine-tune Qwen3-8B-Base on conversations, on one trn2.48xlarge: TP4 x FSDP16.
-
-    64 cores, 9.6 GiB per core (modelled), 131,072 tokens per step with padding, causal mask, one conversation a sequence of 2048.
-    Checked: one step on 64 fake ranks.
-    """
+    """Fine-tune Qwen3-8B-Base on conversations, on one trn2.48xlarge: TP4 x FSDP16."""
     return _finetune(qwen3_8b_pretrain())
 
 
 def qwen3_14b_pretrain() -> Trainer.Config:
-    """Pre-train Qwen3-14B on one trn2.48xlarge: TP8 x FSDP8.
-
-    64 cores, 10.1 GiB per core (modelled), 524,288 tokens per step, causal mask over packed texts of 4096.
-    Checked: one step on 64 fake ranks.
-    """
+    """Pre-train Qwen3-14B on one trn2.48xlarge: TP8 x FSDP8."""
     return _pretrain("14B", tensor_parallel=8, local_batch=1)
 
 
 def qwen3_14b_continued() -> Trainer.Config:
-    """Continue pre-training Qwen3-14B-Base on one trn2.48xlarge: TP8 x FSDP8.
-
-    64 cores, 10.1 GiB per core (modelled), 524,288 tokens per step, causal mask over packed texts of 4096.
-    Checked: one step on 64 fake ranks.
-    """
+    """Continue pre-training Qwen3-14B-Base on one trn2.48xlarge: TP8 x FSDP8."""
     return _continued(qwen3_14b_pretrain())
 
 
 def qwen3_14b_finetune() -> Trainer.Config:
-    """Fine-tune Qwen3-14B-Base on conversations, on one trn2.48xlarge: TP8 x FSDP8.
-
-    64 cores, 6.9 GiB per core (modelled), 131,072 tokens per step with padding, causal mask, one conversation a sequence of 2048.
-    Checked: one step on 64 fake ranks.
-    """
+    """Fine-tune Qwen3-14B-Base on conversations, on one trn2.48xlarge: TP8 x FSDP8."""
     return _finetune(qwen3_14b_pretrain())
 
 
 def qwen3_32b_pretrain() -> Trainer.Config:
-    """Pre-train Qwen3-32B on one trn2.48xlarge: TP8 x FSDP8.
-
-    64 cores, 18.9 GiB per core (modelled), 524,288 tokens per step, causal mask over packed texts of 4096.
-    Checked: one step on 64 fake ranks.
-    """
+    """Pre-train Qwen3-32B on one trn2.48xlarge: TP8 x FSDP8."""
     return _pretrain("32B", tensor_parallel=8, local_batch=1)
 
 
 def qwen3_32b_continued() -> Trainer.Config:
-    """Continue pre-training Qwen3-32B-Base on one trn2.48xlarge: TP8 x FSDP8.
-
-    64 cores, 18.9 GiB per core (modelled), 524,288 tokens per step, causal mask over packed texts of 4096.
-    Checked: one step on 64 fake ranks.
-    """
+    """Continue pre-training Qwen3-32B-Base on one trn2.48xlarge: TP8 x FSDP8."""
     return _continued(qwen3_32b_pretrain())
 
 
 def qwen3_32b_finetune() -> Trainer.Config:
-    """Fine-tune Qwen3-32B-Base on conversations, on one trn2.48xlarge: TP8 x FSDP8.
-
-    64 cores, 13.3 GiB per core (modelled), 131,072 tokens per step with padding, causal mask, one conversation a sequence of 2048.
-    Checked: one step on 64 fake ranks.
-    """
+    """Fine-tune Qwen3-32B-Base on conversations, on one trn2.48xlarge: TP8 x FSDP8."""
     return _finetune(qwen3_32b_pretrain())
 
 
 def qwen3_8b_pretrain_4_nodes() -> Trainer.Config:
-    """Pre-train Qwen3-8B on four trn2.48xlarge or a Trn2 UltraServer: TP4 x FSDP16 in each, four copies (HSDP).
-
-    256 cores, 16.9 GiB per core (modelled), 2,097,152 tokens per step, causal mask over packed texts of 4096.
-    Checked: one step on 256 fake ranks.
-    """
+    """Pre-train Qwen3-8B on four trn2.48xlarge or a Trn2 UltraServer: TP4 x FSDP16 in each, four copies (HSDP)."""
     return _nodes(qwen3_8b_pretrain(), 4)
 
 
 def qwen3_14b_pretrain_4_nodes() -> Trainer.Config:
-    """Pre-train Qwen3-14B on four trn2.48xlarge or a Trn2 UltraServer: TP8 x FSDP8 in each, four copies (HSDP).
-
-    256 cores, 10.1 GiB per core (modelled), 2,097,152 tokens per step, causal mask over packed texts of 4096.
-    Checked: one step on 256 fake ranks.
-    """
+    """Pre-train Qwen3-14B on four trn2.48xlarge or a Trn2 UltraServer: TP8 x FSDP8 in each, four copies (HSDP)."""
     return _nodes(qwen3_14b_pretrain(), 4)
 
 
 def qwen3_32b_pretrain_4_nodes() -> Trainer.Config:
-    """Pre-train Qwen3-32B on four trn2.48xlarge or a Trn2 UltraServer: TP8 x FSDP8 in each, four copies (HSDP).
-
-    256 cores, 18.9 GiB per core (modelled), 2,097,152 tokens per step, causal mask over packed texts of 4096.
-    Checked: one step on 256 fake ranks.
-    """
+    """Pre-train Qwen3-32B on four trn2.48xlarge or a Trn2 UltraServer: TP8 x FSDP8 in each, four copies (HSDP)."""
     return _nodes(qwen3_32b_pretrain(), 4)
 
 
 def qwen3_8b_pretrain_compiled() -> Trainer.Config:
     """`qwen3_8b_pretrain` with each block compiled, by the device's compiler (neuron on Trainium).
 
-    64 cores, 16.9 GiB per core (modelled, eager), 524,288 tokens per step, causal mask over packed texts of 4096.
-    Checked: one step on 64 fake ranks, eagerly: compilation needs a device.
+    Rehearsed eagerly, because compilation needs a device.
     """
     config = qwen3_8b_pretrain()
     config.compile = CompileConfig(enable=True, components=["model"])
@@ -300,8 +209,7 @@ def qwen3_8b_pretrain_compiled() -> Trainer.Config:
 def qwen3_8b_pretrain_simple_fsdp() -> Trainer.Config:
     """`qwen3_8b_pretrain` compiled whole, its collectives in the graph: SimpleFSDP.
 
-    64 cores, 18.1 GiB per core (modelled, eager), 524,288 tokens per step, causal mask over packed texts of 4096.
-    Checked: one step on 64 fake ranks, eagerly: compilation needs a device.
+    Rehearsed eagerly, because compilation needs a device.
     """
     config = qwen3_8b_pretrain_compiled()
     assert config.model_spec is not None

@@ -16,10 +16,7 @@ from dataclasses import replace
 
 from qwen3 import ASSETS, _continued, _finetune, _pretrain
 from qwen3_core import MODELS
-from titan_recipes.models.spec import native
-from titan_recipes.moe.kernels import kernel
-from titan_recipes.moe.router import use_balance_loss
-from titan_recipes.train.trainer import Trainer
+from titan_recipes import Trainer, kernel, native, use_balance_loss
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 BALANCE = 0.001  # router_aux_loss_coef of every published Qwen3 mixture of experts
@@ -39,38 +36,22 @@ def _balanced(config: Trainer.Config, coefficient: float = BALANCE) -> Trainer.C
 
 
 def qwen3_30b_a3b_pretrain() -> Trainer.Config:
-    """Pre-train Qwen3-30B-A3B on one trn2.48xlarge: EP4 (a chip) x FSDP over all cores.
-
-    64 cores, 20.7 GiB per core (modelled), 524,288 tokens per step, causal mask over packed texts of 4096.
-    Checked: one step on 64 fake ranks.
-    """
+    """Pre-train Qwen3-30B-A3B on one trn2.48xlarge: EP4 (a chip) x FSDP over all cores."""
     return _balanced(_experts(_pretrain("30B-A3B", tensor_parallel=1, local_batch=1), expert_parallel=4))
 
 
 def qwen3_30b_a3b_continued() -> Trainer.Config:
-    """Continue pre-training Qwen3-30B-A3B-Base on one trn2.48xlarge: EP4 (a chip) x FSDP over all cores.
-
-    64 cores, 20.7 GiB per core (modelled), 524,288 tokens per step, causal mask over packed texts of 4096.
-    Checked: one step on 64 fake ranks.
-    """
+    """Continue pre-training Qwen3-30B-A3B-Base on one trn2.48xlarge: EP4 (a chip) x FSDP over all cores."""
     return _continued(qwen3_30b_a3b_pretrain())
 
 
 def qwen3_30b_a3b_finetune() -> Trainer.Config:
-    """Fine-tune Qwen3-30B-A3B-Base on conversations, on one trn2.48xlarge: EP4 (a chip) x FSDP over all cores.
-
-    64 cores, 12.4 GiB per core (modelled), 131,072 tokens per step with padding, causal mask, one conversation a sequence of 2048.
-    Checked: one step on 64 fake ranks.
-    """
+    """Fine-tune Qwen3-30B-A3B-Base on conversations, on one trn2.48xlarge: EP4 (a chip) x FSDP over all cores."""
     return _finetune(_experts(_pretrain("30B-A3B", tensor_parallel=1, local_batch=1), expert_parallel=4))
 
 
 def qwen3_30b_a3b_one_chip() -> Trainer.Config:
-    """Qwen3-30B-A3B cut to 4 layers, on one Trainium2 chip (trn2.3xlarge), to measure: 30B-A3B, 4 layers, EP4 x FSDP4.
-
-    4 cores, 19.7 GiB per core (modelled), 131,072 tokens per step, causal mask over packed texts of 4096.
-    Checked: one step on 4 fake ranks.
-    """
+    """Qwen3-30B-A3B cut to 4 layers, on one Trainium2 chip (trn2.3xlarge), to measure: 30B-A3B, 4 layers, EP4 x FSDP4."""
     config = qwen3_30b_a3b_pretrain()
     config.model_spec = native(
         replace(MODELS["30B-A3B"], num_hidden_layers=4), document_mask="causal", flavor="30B-A3B, 4 layers"
@@ -81,11 +62,7 @@ def qwen3_30b_a3b_one_chip() -> Trainer.Config:
 
 
 def qwen3_235b_a22b_pretrain_8_nodes() -> Trainer.Config:
-    """Pre-train Qwen3-235B-A22B on eight trn2.48xlarge or two Trn2 UltraServers: EP8 x TP4 x FSDP128, blocks recomputed whole.
-
-    512 cores, 13.0 GiB per core (modelled), 2,097,152 tokens per step, causal mask over packed texts of 4096.
-    Checked: one step on 512 fake ranks.
-    """
+    """Pre-train Qwen3-235B-A22B on eight trn2.48xlarge or two Trn2 UltraServers: EP8 x TP4 x FSDP128, blocks recomputed whole."""
     config = _experts(_pretrain("235B-A22B", tensor_parallel=4, local_batch=1), expert_parallel=8)
     config.hf_assets_path = f"{ASSETS}/Qwen3-235B-A22B"  # there is no Base
     config.parallelism.data_parallel_shard_degree = 128  # one copy: its masters and moments are 3.8 TB
@@ -95,11 +72,7 @@ def qwen3_235b_a22b_pretrain_8_nodes() -> Trainer.Config:
 
 
 def qwen3_235b_a22b_finetune_8_nodes() -> Trainer.Config:
-    """Fine-tune Qwen3-235B-A22B on conversations, on eight trn2.48xlarge or two Trn2 UltraServers: EP8 x TP4 x FSDP128.
-
-    512 cores, 11.0 GiB per core (modelled), 262,144 tokens per step with padding, causal mask, one conversation a sequence of 2048.
-    Checked: one step on 512 fake ranks.
-    """
+    """Fine-tune Qwen3-235B-A22B on conversations, on eight trn2.48xlarge or two Trn2 UltraServers: EP8 x TP4 x FSDP128."""
     config = _finetune(_balanced(qwen3_235b_a22b_pretrain_8_nodes(), 0.0))
     config.training.global_batch_size = 128
     return config

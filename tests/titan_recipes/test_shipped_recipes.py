@@ -1,4 +1,4 @@
-"""Contract: every recipe builds at its own world size and takes a step there, and its docstring says the truth about it.
+"""Contract: every recipe builds at its own world size and takes a step there, and its figures are the truth about it.
 
 Ranks are fake and tensors have shapes only. Steps that are equal (a recipe and its variant with another learning rate) are
 taken once; of the layers, which are alike, the first is kept. The soak takes all of them and checks the memory figures.
@@ -13,13 +13,15 @@ from neuron_parallel import core_memory
 from titan_recipes.config.device_defaults import apply_device_defaults
 from titan_recipes.moe.kernels import check_overrides, kernel
 from titan_recipes.moe.router import BalancedRouter
+from titan_recipes.preflight.figures import with_table
 from titan_recipes.preflight.layout import world_size_of
 from titan_recipes.preflight.plan import check_memory, plan_of
 from titan_recipes.preflight.rehearsal import Peak, rehearse
-from titan_recipes.recipes import list_recipes, load_recipe
+from titan_recipes.recipes import Figures, list_recipes, load_recipe, read_figures
 from torchtitan.models.common.moe import MoE
 
 FOLDER = Path(__file__).parents[2] / "recipes"
+FIGURES = read_figures(FOLDER)
 RECIPES = {recipe.name: recipe for recipe in list_recipes(FOLDER)}
 ON_TRN2 = [name for name, recipe in RECIPES.items() if Path(recipe.source).stem in ("qwen3", "qwen3_moe")]
 CORE_GIB = 24
@@ -62,30 +64,41 @@ def test_a_recipe_takes_a_step_at_its_own_world_size(name):
     )
 
 
-@on_trn2
-def test_a_recipes_docstring_says_its_cores_tokens_mask_memory_and_what_it_was_checked_on(name):
-    config, doc = recipe(name)(), recipe(name).__doc__
+@every
+def test_a_recipes_figures_are_those_of_its_config(name):
+    """Memory is held against formulas below and against a rehearsal at full depth in the soak."""
+    config, said = recipe(name)(), FIGURES[name]
     world = world_size_of(config)
-    tokens = config.training.global_batch_size * config.training.seq_len
-    said = re.search(r"(\d+) cores, ([\d.]+) GiB per core \(modelled.*?\), ([\d,]+) tokens per step", doc)
-    assert said, doc
-    assert int(said[1]) == world and (world % 64 == 0 or (world == 4 and "one Trainium2 chip" in doc))
-    assert int(said[3].replace(",", "")) == tokens
-    assert float(said[2]) <= ROOM * CORE_GIB
-    assert f"{config.model_spec.model.document_mask} mask" in doc
-    assert re.search(rf"Checked: .*{world} fake ranks", doc)
-    assert config.model_spec.flavor in doc or "qwen3_8b_pretrain" in doc
+    sequences = config.training.global_batch_size
+    if sequences <= 0:
+        sequences = config.training.local_batch_size * world
+    assert said._replace(memory_gib=None) == Figures(
+        cores=world,
+        memory_gib=None,
+        tokens_per_step=sequences * config.training.seq_len,
+        seq_len=config.training.seq_len,
+        mask=config.model_spec.model.document_mask,
+    )
+    if name in ON_TRN2:
+        assert world % 64 == 0 or (world == 4 and "one Trainium2 chip" in recipe(name).__doc__)
+        assert said.memory_gib <= ROOM * CORE_GIB
+        assert config.model_spec.flavor in recipe(name).__doc__ or "qwen3_8b_pretrain" in recipe(name).__doc__
+
+
+def test_the_page_has_the_table_of_the_figures():
+    page = (FOLDER.parent / "docs" / "recipes.md").read_text()
+    assert with_table(page, FIGURES) == page, "run `nox -s figures`"
 
 
 @on_trn2
 def test_the_planner_accepts_a_recipe_and_its_formulas_give_the_memory_that_the_rehearsal_saw(name):
-    """Two ways to the figure: tensors of a rehearsed step in the docstring, neuron-parallel's formulas here."""
+    """Two ways to the figure: tensors of a rehearsed step in figures.json, neuron-parallel's formulas here."""
     config = recipe(name)()
     apply_device_defaults(config, "neuron")
     world = world_size_of(config)
     check_memory(config, world)
     plan, shape, how = plan_of(config, world)
-    said = float(re.search(r"([\d.]+) GiB per core", recipe(name).__doc__)[1])
+    said = FIGURES[name].memory_gib
     bound = 0.07 if "simple_fsdp" in name else 0.05  # SimpleFSDP is not modelled apart
     assert core_memory(plan, shape, how).peak.bytes / 2**30 == pytest.approx(said, rel=bound)
 
@@ -130,10 +143,10 @@ def test_the_mixtures_of_experts_are_there_with_their_experts_in_kernels_and_bal
 
 @pytest.mark.soak
 @on_trn2
-def test_the_memory_per_core_in_the_docstring_is_what_a_rehearsal_at_full_depth_finds(name):
+def test_the_memory_per_core_in_the_figures_is_what_a_rehearsal_at_full_depth_finds(name):
     config = recipe(name)()
     apply_device_defaults(config, "neuron")
-    said = float(re.search(r"([\d.]+) GiB per core", recipe(name).__doc__)[1])
+    said = FIGURES[name].memory_gib
     assert rehearse(config, world_size=world_size_of(config)).peak_gib == pytest.approx(said, rel=0.02)
 
 

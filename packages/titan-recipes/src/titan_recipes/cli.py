@@ -1,15 +1,17 @@
 """The command line of apps/train: parse, check, start the ranks. Nothing heavy is imported before it is needed."""
 
 import argparse
+import os
 import signal
 import sys
+import textwrap
 from dataclasses import replace
 from pathlib import Path
 
 from . import environment
 from .config.options import OUTPUTS, Options
 from .errors import UserError
-from .recipes import Recipe, find_recipe, list_recipes
+from .recipes import Recipe, find_recipe, list_recipes, read_figures
 
 __all__ = ["main"]
 
@@ -35,6 +37,10 @@ def main(arguments: list[str], recipes: Path) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted before training began", file=sys.stderr)
         return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # Whoever read our output has enough of it; what is still buffered has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -221,7 +227,14 @@ def _refuse_unheeded(options: argparse.Namespace) -> None:
 
 
 def _print_list(recipes: Path) -> None:
+    """Two lines a recipe, at most 100 columns: its figures, then what it is."""
+    figures = read_figures(recipes)
     found = list_recipes(recipes)
     width = max((len(recipe.name) for recipe in found), default=0)
+    print(f"{'recipe':<{width}}  {'cores':>5}  {'GiB/core':>8}  {'tokens/step':>11}   (memory is modelled)")
     for recipe in found:
-        print(f"{recipe.name:<{width}}  {recipe.summary}")
+        f = figures.get(recipe.name)
+        memory = f"{f.memory_gib:.1f}" if f is not None and f.memory_gib is not None else "-"
+        row = f"{f.cores:>5}  {memory:>8}  {f.tokens_per_step:>11,}" if f is not None else ""
+        print(f"{recipe.name:<{width}}  {row}".rstrip())
+        print(textwrap.fill(recipe.summary, 100, initial_indent="    ", subsequent_indent="    "))

@@ -7,14 +7,29 @@ import ast
 import difflib
 import importlib
 import importlib.util
+import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import UserError
+
+FIGURES = "figures.json"
+"""The file beside recipes that has their figures (see preflight/figures.py)."""
+
+
+class Figures(NamedTuple):
+    """What a recipe's run takes."""
+
+    cores: int
+    memory_gib: float | None
+    """Modelled peak of torch's tensors on a core, GiB; None for a CPU recipe."""
+    tokens_per_step: int
+    seq_len: int
+    mask: str
 
 
 @dataclass(frozen=True)
@@ -39,6 +54,14 @@ def list_recipes(folder: Path) -> list[Recipe]:
     Imports none of them.
     """
     return [recipe for file in sorted(folder.glob("*.py")) for recipe in recipes_in(file)]
+
+
+def read_figures(folder: Path) -> dict[str, Figures]:
+    """Return the figures of a folder's recipes by name; none for a folder that keeps none."""
+    file = folder / FIGURES
+    if not file.is_file():
+        return {}
+    return {name: Figures(**row) for name, row in json.loads(file.read_text()).items()}
 
 
 def recipes_in(file: Path) -> list[Recipe]:
