@@ -64,7 +64,7 @@ def with_table(text: str, figures: dict[str, Figures]) -> str:
     pattern = re.compile(rf"{re.escape(_BEGIN)}\n.*?{re.escape(_END)}", re.DOTALL)
     if not pattern.search(text):
         raise ValueError(f"the page has no {_BEGIN} ... {_END}; put them where the table belongs")
-    return pattern.sub(f"{_BEGIN}\n{table(figures)}\n{_END}", text)
+    return pattern.sub(f"{_BEGIN}\n\n{table(figures)}\n\n{_END}", text)
 
 
 def update(folder: Path, page: Path, names: list[str]) -> None:
