@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from qwen3_core import Qwen3Config, Qwen3ForCausalLM, from_hub, to_hub
+from qwen3_core import Qwen3Config, Qwen3ForCausalLM, Yarn, from_hub, to_hub
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
@@ -97,3 +97,9 @@ def assert_close(name: str, ours: Tensor, reference: Tensor, bound: float = BOUN
     assert ours.isfinite().all(), f"{name} is not finite"
     worst, scale = (ours - reference).abs().max().item(), reference.abs().max().item()
     assert worst <= bound * scale, f"{name}: max|a-b| = {worst:.3e} = {worst / scale:.2e} max|b|, above {bound:.0e}"
+
+
+CONFIGS = [tiny(), tiny_moe(), tiny(rope_scaling=Yarn(4.0, 64))]
+
+
+IDS = ["dense", "moe", "yarn"]

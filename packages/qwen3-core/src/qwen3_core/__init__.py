@@ -11,7 +11,8 @@ from qwen3_core.config import Qwen3Config, Yarn
 from qwen3_core.models import MODELS
 
 if TYPE_CHECKING:
-    from qwen3_core.generation import KVCache, generate
+    from qwen3_core.cache import KVCache
+    from qwen3_core.generation import generate
     from qwen3_core.loss import token_loss
     from qwen3_core.model import Qwen3ForCausalLM
     from qwen3_core.weights import from_hub, to_hub
@@ -28,8 +29,10 @@ __all__ = [
     "token_loss",
 ]
 
+__version__ = "0.1.0"
+
 _NEEDS_TORCH = {
-    "KVCache": "generation",
+    "KVCache": "cache",
     "Qwen3ForCausalLM": "model",
     "from_hub": "weights",
     "generate": "generation",
@@ -42,3 +45,7 @@ def __getattr__(name: str) -> Any:
     if name not in _NEEDS_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_NEEDS_TORCH[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

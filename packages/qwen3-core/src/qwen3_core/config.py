@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qwen3_core.config_json import KNOWN, SIZES, Style, load, read, write
+from qwen3_core.config_json import KNOWN, SIZES, Style, load, model_type, read, write
 from qwen3_core.validation import check, is_count, is_number
 from qwen3_core.yarn import Yarn
 
@@ -100,7 +100,7 @@ class Qwen3Config:
     @property
     def model_type(self) -> str:
         """Transformers' name of the architecture: "qwen3" or "qwen3_moe"."""
-        return "qwen3_moe" if self.num_experts else "qwen3"
+        return model_type(self.num_experts)
 
     @property
     def max_sequence_length(self) -> int:
@@ -142,4 +142,4 @@ class Qwen3Config:
         Transformers 4 and 5 both read; "transformers-5" is what Transformers 5 itself writes
         (rope_parameters, dtype).
         """
-        return write(self, style)
+        return write(vars(self), style)

@@ -8,15 +8,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from qwen3_core.validation import agree, check, is_count
 from qwen3_core.yarn import Yarn
 
-if TYPE_CHECKING:
-    from qwen3_core.config import Qwen3Config
-
-__all__ = ["KNOWN", "SIZES", "Style", "load", "read", "write"]
+__all__ = ["KNOWN", "SIZES", "Style", "load", "model_type", "read", "write"]
 
 Style = Literal["transformers-4", "transformers-5"]
 
@@ -126,32 +123,42 @@ def read(source: Mapping[str, Any]) -> dict[str, Any]:
     return {**out, "num_experts": experts, "extra": extra}
 
 
-def write(config: "Qwen3Config", style: Style) -> dict[str, Any]:
-    """The content of config.json for a config, keys sorted."""
+def write(values: Mapping[str, Any], style: Style) -> dict[str, Any]:
+    """The content of config.json for the field values of a Qwen3Config, keys sorted.
+
+    Raises:
+        ValueError: an unknown style.
+    """
     styles = ("transformers-4", "transformers-5")
     check("style", style, f"is one of {styles}", style in styles)
-    moe = config.num_experts > 0
+    moe = values["num_experts"] > 0
     names = _PLAIN if moe else [name for name in _PLAIN if name not in _EXPERT_FIELDS]
     out: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[config.model_type]],
-        **config.extra,
+        "architectures": [_ARCHITECTURES[model_type(values["num_experts"])]],
+        **values["extra"],
         **_CONSTANTS,
-        "model_type": config.model_type,
+        "model_type": model_type(values["num_experts"]),
     }
-    out |= {name: getattr(config, name) for name in names}
+    out |= {name: values[name] for name in names}
     if moe:
-        out["mlp_only_layers"] = list(config.mlp_only_layers)
+        out["mlp_only_layers"] = list(values["mlp_only_layers"])
+    theta, scaling = values["rope_theta"], values["rope_scaling"]
     yarn = None
-    if config.rope_scaling is not None:
-        given = {f.name: getattr(config.rope_scaling, f.name) for f in fields(Yarn)}
+    if scaling is not None:
+        given = {f.name: getattr(scaling, f.name) for f in fields(Yarn)}
         yarn = {"rope_type": "yarn"} | {name: value for name, value in given.items() if value is not None}
     if style == "transformers-4":
-        out |= {"rope_theta": config.rope_theta, "rope_scaling": yarn}
+        out |= {"rope_theta": theta, "rope_scaling": yarn}
     else:
-        out["rope_parameters"] = {"rope_theta": config.rope_theta, **(yarn or {"rope_type": "default"})}
-    if config.dtype is not None:
-        out["torch_dtype" if style == "transformers-4" else "dtype"] = config.dtype
+        out["rope_parameters"] = {"rope_theta": theta, **(yarn or {"rope_type": "default"})}
+    if values["dtype"] is not None:
+        out["torch_dtype" if style == "transformers-4" else "dtype"] = values["dtype"]
     return dict(sorted(out.items()))
+
+
+def model_type(num_experts: int) -> str:
+    """Transformers' name of the architecture: "qwen3" or "qwen3_moe"."""
+    return "qwen3_moe" if num_experts else "qwen3"
 
 
 class _Rope(NamedTuple):

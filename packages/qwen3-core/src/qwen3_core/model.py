@@ -10,21 +10,19 @@ size, V = vocabulary.
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qwen3_core.attention import Attention, cache_mask, document_mask, scaled_dot_product_attention
+from qwen3_core.cache import KVCache
 from qwen3_core.config import Qwen3Config
 from qwen3_core.initialization import init_weights
 from qwen3_core.moe import Experts, MixtureOfExperts, grouped_experts
 from qwen3_core.norm import rms_norm
 from qwen3_core.rope import RotaryEmbedding, rotate
-
-if TYPE_CHECKING:
-    from qwen3_core.generation import KVCache
 
 __all__ = ["Qwen3ForCausalLM"]
 
@@ -128,7 +126,7 @@ class Qwen3Model(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config)
 
-    def forward(self, tokens_BT: Tensor, positions_BT: Tensor | None = None, cache: "KVCache | None" = None) -> Tensor:
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         length, store, mask = tokens_BT.shape[1], None, None
         self._config.check_sequence_length(length)
         if positions_BT is None:
@@ -188,7 +186,7 @@ class Qwen3ForCausalLM(nn.Module):
         else:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def forward(self, tokens_BT: Tensor, positions_BT: Tensor | None = None, cache: "KVCache | None" = None) -> Tensor:
+    def forward(self, tokens_BT: Tensor, positions_BT: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         """Logits of the next token at every position.
 
         positions_BT (int64) count from the start of each document; a new document starts wherever they do not

@@ -3,11 +3,13 @@ value that `expected_random_loss` computes, within three standard errors on at l
 """
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from qwen3_core import Qwen3Config, Qwen3ForCausalLM, token_loss
+from qwen3_core import MODELS, Qwen3Config, Qwen3ForCausalLM, token_loss
+from qwen3_core.accounting import count_parameters
 from qwen3_core.loss import expected_random_loss
 from qwen3_reference import assert_close, tiny, tiny_moe
 from torch import Tensor, nn
@@ -120,3 +122,26 @@ def test_the_standard_error_is_that_of_the_mean_over_models() -> None:
     expected = expected_random_loss(vocab, dim**0.5, std, tokens)
     assert spread.std().item() == pytest.approx(expected.standard_error, rel=0.15)
     assert abs(spread.mean().item() - expected.value) < 3 * expected.standard_error / 400**0.5
+
+
+@pytest.mark.soak
+def test_qwen3_4b_at_random_has_the_expected_loss() -> None:
+    """At its real size, in bfloat16 on CPU: about 10 GB and a few minutes."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) / 1e6
+    if available < 11:
+        pytest.skip(f"{available:.1f} GB of memory available; needs 11")
+    config, count = MODELS["4B"], 256
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    model.to_empty(device="cpu")
+    model.init_weights(torch.Generator().manual_seed(0))
+    assert sum(p.numel() for p in model.parameters()) == count_parameters(config).total
+
+    tokens, targets = torch.randint(config.vocab_size, (2, 1, count), generator=torch.Generator().manual_seed(1000))
+    with torch.no_grad():
+        loss = token_loss(model(tokens), targets).item()
+    std = model.lm_head.weight[:10000].float().std().item()
+    expected = expected_random_loss(config.vocab_size, config.hidden_size**0.5, std, count)
+    print(f"Qwen3-4B, {count} random tokens: {loss:.3f}; formula {expected}")
+    assert abs(loss - expected.value) < 3 * expected.standard_error
