@@ -7,6 +7,8 @@ import torch
 from nki_moe.experts import reference
 from torch import Tensor
 
+DTYPES = [torch.float32, torch.bfloat16]
+
 
 def problem(
     counts: Sequence[int], rows: int, D: int, F: int, dtype: torch.dtype, seed: int = 0

@@ -8,20 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nki_moe.backend import Provider
-    from nki_moe.experts.op import grouped_mlp, routed_mlp
+    from nki_moe.experts.api import grouped_mlp, routed_mlp
     from nki_moe.limits import Fit, check, check_rope
-    from nki_moe.rotary.op import rope
+    from nki_moe.rotary.api import rope
 
 __all__ = ["Fit", "Provider", "check", "check_rope", "grouped_mlp", "rope", "routed_mlp"]
+
+__version__ = "0.1.0"
 
 _HOMES = {
     "Fit": "limits",
     "Provider": "backend",
     "check": "limits",
     "check_rope": "limits",
-    "grouped_mlp": "experts.op",
-    "rope": "rotary.op",
-    "routed_mlp": "experts.op",
+    "grouped_mlp": "experts.api",
+    "rope": "rotary.api",
+    "routed_mlp": "experts.api",
 }
 
 
@@ -30,3 +32,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(f"nki_moe.{_HOMES[name]}"), name)
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

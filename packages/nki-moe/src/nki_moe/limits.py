@@ -1,6 +1,6 @@
 """What the kernels can do, answered without running them: nki_moe.check(rows, experts, hidden, dim) and check_rope(...).
 
-Facts of Trainium2 with their sources; the SBUF budget of each kernel; and how far F and D are split so that it holds.
+The SBUF that each kernel needs, and how far F and D are split so that it suffices. hardware.py has the sizes.
 """
 
 import os
@@ -8,16 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from nki_moe.hardware import BYTES, D_SLICE, SBUF_BYTES, TILE, P
+
 __all__ = ["Fit", "Split", "check", "check_rope", "logical_cores"]
 
-SBUF_BYTES = (
-    224 * 1024 - 16384 - 8 - 520
-)  # per partition, less what compiler and runtime keep (nki-library d2ad3a5 plans so)
-PARTITIONS = P = 128  # partitions of SBUF and PSUM
-TILE = 512  # rows of a tile: a PSUM bank of float32, the widest matmul
-D_SLICE = 8  # blocks of 128 columns of a slice of weights (experts/walk.py)
 MAX_EXPERTS = 512  # a launch's tables stay small; Qwen3 has 128
-BYTES = {"bfloat16": 2, "float32": 4}
 
 
 class Split(NamedTuple):
@@ -93,7 +88,7 @@ def check(rows: int, experts: int, hidden: int, dim: int, *, dtype: object = "bf
         return 2 * F * d * P * b + 2 * F * TILE * b + out(d)
 
     def out(d: int) -> int:  # a slice of D, of all blocks of a tile
-        return min(d, D_SLICE) * TILE * b
+        return min(d, D_SLICE // P) * TILE * b
 
     def one(f: int, d: int) -> int:
         return (2 * d + 3 * f) * TILE * b + 2 * max(d, f) * P * b

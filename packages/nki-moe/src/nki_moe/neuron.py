@@ -13,6 +13,7 @@ from torch import Tensor
 from nki_moe.arguments import no_second_derivative
 from nki_moe.backend import Provider
 from nki_moe.experts import op as experts
+from nki_moe.experts import torch_path
 from nki_moe.nkilib.launch import Nkilib
 from nki_moe.rotary import op as rope
 from nki_moe.rotary.reference import rotate
@@ -22,7 +23,7 @@ __all__ = ["register"]
 Kernels = Literal["own", "nkilib", "rope"]
 """What is proven at once: a provider's experts, or RoPE."""
 
-_checked: dict[tuple[str, str], bool | None] = {}
+_checked: dict[tuple[str, str], bool] = {}
 
 
 @torch.compiler.assume_constant_result
@@ -36,14 +37,13 @@ def register(device_type: str, kernels: Kernels = "own") -> bool:
         _define()
     key = device_type, kernels
     if key not in _checked:
-        _checked[key] = None  # the check itself comes by here
         try:
             self_check(device_type, kernels)
         except BaseException:
             _checked[key] = False
             raise
         _checked[key] = True
-    if _checked[key] is False:
+    if not _checked[key]:
         raise RuntimeError(
             "nki-moe's self-check failed before in this process; NKI_MOE_BACKEND=torch runs without kernels"
         )
@@ -98,8 +98,6 @@ def self_check(device_type: str, kernels: Kernels = "own") -> None:
 
 def _expert_results(device_type: str, provider: Provider) -> dict[str, tuple[Tensor, Tensor]]:
     """y and every gradient, by kernels and by torch."""
-    from nki_moe.experts import torch_path
-
     generator = torch.Generator().manual_seed(0)
     counts_E = torch.tensor([3, 0, 37])
     D = 256 if provider == "own" else 512  # the smallest that each takes
@@ -109,7 +107,8 @@ def _expert_results(device_type: str, provider: Provider) -> dict[str, tuple[Ten
     dx, _, *dws = torch_path.backward(y, x, counts_E, w1, w2, w3, None, None, saved, True)
 
     ours = [t.to(device_type).requires_grad_() for t in (x, w1, w2, w3)]
-    out = experts.grouped_mlp(ours[0], counts_E.to(device_type), *ours[1:], provider=provider)
+    run = torch.ops.nki_moe.grouped_mlp_nki
+    out = run(ours[0], counts_E.to(device_type), *ours[1:], None, None, True, provider)[0]
     found = (out, *torch.autograd.grad(out, ours, y.to(device_type)))
     return dict(zip(("y", "dx", "dw1", "dw2", "dw3"), zip(found, (y, dx, *dws), strict=True), strict=True))
 
@@ -120,7 +119,8 @@ def _rope_results(device_type: str) -> dict[str, tuple[Tensor, Tensor]]:
     q, k = (torch.randn(1, 6, heads, 32, generator=generator).bfloat16() for heads in (2, 1))
     angles = torch.rand(6, 16, generator=generator).repeat(1, 2)
     ours = [t.to(device_type).requires_grad_() for t in (q, k)]
-    out = rope.rope(ours[0], ours[1], angles.cos().to(device_type), angles.sin().to(device_type))
+    cos, sin = (turned[None].to(device_type) for turned in (angles.cos(), angles.sin()))
+    out = torch.ops.nki_moe.rope_nki(*ours, cos, sin, False)
     back = torch.autograd.grad(out, ours, [t.detach() for t in out])
     turned = [rotate(t, angles.cos()[None], angles.sin()[None]) for t in (q, k)]
     return dict(zip(("q", "k", "dq", "dk"), zip((*out, *back), (*turned, q, k), strict=True), strict=True))

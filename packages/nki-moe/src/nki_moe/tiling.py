@@ -19,6 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nki_moe.hardware import TILE, P
+
 __all__ = [
     "BLOCK",
     "BLOCKS",
@@ -34,7 +36,6 @@ __all__ = [
     "TAIL_COLUMN",
     "TAIL_ROW",
     "TAIL_ROWS",
-    "TILE",
     "WEIGHTS",
     "WIDTH",
     "Routing",
@@ -43,7 +44,7 @@ __all__ = [
     "routing",
 ]
 
-TILE, BLOCK = 512, 128
+BLOCK = P
 BLOCKS = TILE // BLOCK
 TAIL_ROWS = (
     32,

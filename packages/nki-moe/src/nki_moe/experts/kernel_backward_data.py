@@ -8,8 +8,9 @@ Where SBUF holds a whole expert (`whole`) both are one pass.
 
 from typing import Any
 
-from nki_moe.experts.walk import D_SLICE, F_SLICE, P, Tile, Walk, combine
-from nki_moe.tiling import TILE, columns
+from nki_moe.experts.walk import Tile, Walk, combine
+from nki_moe.hardware import D_SLICE, F_SLICE, TILE, P
+from nki_moe.tiling import columns
 from nki_moe.toolchain import nisa, nki, nl
 
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
-from nki_moe.experts.walk import Features, P, Rows, Tile, Walk, empty, outer_product, pieces
+from nki_moe.experts.walk import Features, Rows, Tile, Walk, empty, outer_product, pieces
+from nki_moe.hardware import P
 from nki_moe.tiling import BLOCKS, MIDDLE, NONE, lists
 from nki_moe.toolchain import nisa, nki, nl
 

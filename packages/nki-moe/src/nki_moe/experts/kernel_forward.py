@@ -9,8 +9,9 @@ K rows in float32: a gather again, so that no two writes ever meet.
 
 from typing import Any
 
-from nki_moe.experts.walk import D_SLICE, F_SLICE, P, Tile, Walk, combine
-from nki_moe.tiling import TILE, columns
+from nki_moe.experts.walk import Tile, Walk, combine
+from nki_moe.hardware import D_SLICE, F_SLICE, TILE, P
+from nki_moe.tiling import columns
 from nki_moe.toolchain import nisa, nki, nl
 
 

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from nki_moe import simulated
-from nki_moe.limits import PARTITIONS, check
+from nki_moe.hardware import P
+from nki_moe.limits import check
 from nki_moe.tiling import columns, routing
 
 __all__ = ["backward_data", "backward_weights", "forward", "saved_shape"]
@@ -114,4 +115,4 @@ def backward_weights(
 def _kernel_view(kept: Tensor) -> Tensor:
     """(kinds, C, F) as the kernels lay it out."""
     kinds, C, F = kept.shape
-    return kept.view(kinds * PARTITIONS, C, F // PARTITIONS)
+    return kept.view(kinds * P, C, F // P)

@@ -1,10 +1,7 @@
 """The expert MLP as differentiable torch operators: nki_moe::grouped_mlp and its backward.
 
-    y_RD = nki_moe.grouped_mlp(x_RD, counts_E, w1_EFD, w2_EDF, w3_EFD)              # rows sorted by expert
-    y_TD = nki_moe.routed_mlp(x_TD, experts_TK, scores_TK, w1_EFD, w2_EDF, w3_EFD)  # gather, experts, combine in one
-
 Counts are data: neither a change of routing nor torch.compile makes another program. What runs is decided in backend.py; whose
-kernels, by `provider`.
+kernels, by `provider`. api.py has the functions that users call.
 
 T tokens, K experts a token, R rows (T*K when routed), E experts, D model dim, F hidden dim.
 """
@@ -16,101 +13,13 @@ import torch
 from torch import Tensor
 
 from nki_moe import simulated
-from nki_moe.arguments import need_one_device, no_second_derivative, refuse_forward_mode
-from nki_moe.backend import Provider, choose
+from nki_moe.arguments import no_second_derivative
+from nki_moe.backend import choose
 from nki_moe.experts import launch, torch_path
 from nki_moe.nkilib import launch as nkilib
 from nki_moe.nkilib.launch import Nkilib
 
-__all__ = ["grouped_mlp", "routed_mlp"]
-
-_choose = torch.compiler.assume_constant_result(choose)
-
-
-def grouped_mlp(
-    x_RD: Tensor, counts_E: Tensor, w1_EFD: Tensor, w2_EDF: Tensor, w3_EFD: Tensor, *, provider: Provider = "own"
-) -> Tensor:
-    """y = (silu(x w1) * (x w3)) w2 for each row with its expert's weights; differentiable in x and the weights.
-
-    Args:
-        x_RD: rows sorted by expert, float32 or bfloat16. Rows past the last expert's are ignored (they may hold
-            anything) and are zero in y and in the gradient.
-        counts_E: rows of each expert, int32 or int64; zeros are fine.
-        w1_EFD, w2_EDF, w3_EFD: gate, down and up projections in TorchTitan's layout, same dtype as x.
-        provider: whose kernels, where kernels run: "own", or "nkilib" for AWS's (nki_moe.nkilib.check has their limits).
-
-    Raises:
-        ValueError: shapes, dtypes or devices that do not fit together; a provider that the backend does not have; counts that are
-            negative or exceed the rows (on Trainium nobody looks: it would stop the device at every step).
-        ModuleNotFoundError: a backend or provider that was asked for and is not installed.
-    """
-    _validate(x_RD, w1_EFD, w2_EDF, w3_EFD, counts_E=counts_E)
-    if counts_E.shape != w1_EFD.shape[:1] or counts_E.dtype not in (torch.int32, torch.int64):
-        raise ValueError(
-            f"counts_E is {_describe(counts_E)}; expected one int32 or int64 for each of the {w1_EFD.shape[0]} experts"
-        )
-    return _run(provider, x_RD, counts_E, w1_EFD, w2_EDF, w3_EFD, None, None)
-
-
-def routed_mlp(
-    x_TD: Tensor,
-    experts_TK: Tensor,
-    scores_TK: Tensor,
-    w1_EFD: Tensor,
-    w2_EDF: Tensor,
-    w3_EFD: Tensor,
-    *,
-    provider: Provider = "own",
-) -> Tensor:
-    """Dispatch, experts and combine for experts that all live here: the sum over k of scores[t, k] * expert(x[t]).
-
-    Neither the gathered rows nor the experts' outputs are kept for backward. Differentiable in x, scores and weights.
-
-    Args:
-        x_TD: tokens. experts_TK: an int64 or int32 expert for each of a token's K choices, all different.
-        scores_TK: routing scores, applied to the experts' outputs in float32; any float dtype.
-        w1_EFD, w2_EDF, w3_EFD, provider: as for grouped_mlp; nkilib rounds scores and their gradients to x's dtype.
-
-    Raises: as grouped_mlp, with choices outside 0 to E - 1 in the counts' place.
-    """
-    _validate(x_TD, w1_EFD, w2_EDF, w3_EFD, experts_TK=experts_TK, scores_TK=scores_TK)
-    if experts_TK.dtype not in (torch.int32, torch.int64) or not scores_TK.is_floating_point():
-        raise ValueError(
-            f"experts_TK is {_describe(experts_TK)} and scores_TK {_describe(scores_TK)}; expected int32 or int64, and floats"
-        )
-    if experts_TK.shape != scores_TK.shape or experts_TK.ndim != 2 or experts_TK.shape[0] != x_TD.shape[0]:
-        raise ValueError(
-            f"experts_TK is {_describe(experts_TK)} and scores_TK {_describe(scores_TK)}; expected (T, K) for both "
-            f"with T = {x_TD.shape[0]}, the tokens of x"
-        )
-    E, chosen_R = w1_EFD.shape[0], experts_TK.flatten().long()
-    # what is no expert is of one more, last and uncounted, for need_counts to find
-    chosen_R = torch.where((chosen_R >= 0) & (chosen_R < E), chosen_R, E)
-    counts_E = torch.zeros(E + 1, dtype=torch.int64, device=x_TD.device)
-    counts_E = counts_E.scatter_add(0, chosen_R, torch.ones_like(chosen_R))[:E]
-    return _run(provider, x_TD, counts_E, w1_EFD, w2_EDF, w3_EFD, chosen_R.argsort(stable=True), scores_TK)
-
-
-def _run(
-    provider: Provider,
-    x: Tensor,
-    counts_E: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    w3: Tensor,
-    order_R: Tensor | None,
-    scores_TK: Tensor | None,
-) -> Tensor:
-    inputs = (x, w1, w2, w3) if scores_TK is None else (x, w1, w2, w3, scores_TK)
-    refuse_forward_mode(*inputs)
-    save = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
-    op = forward
-    if _choose(x.device.type, provider) == "nki":
-        from nki_moe import neuron
-
-        neuron.register(x.device.type, provider)
-        op = torch.ops.nki_moe.grouped_mlp_nki
-    return op(x, counts_E, w1, w2, w3, order_R, scores_TK, save, provider)[0]
+__all__ = ["Ops", "Own", "backward", "define", "differentiate", "forward"]
 
 
 class Own:
@@ -256,22 +165,3 @@ def _(x, counts_E, w1, w2, w3, order_R, scores_TK, save, provider):  # type: ign
 def _(dy, x, counts_E, w1, w2, w3, order_R, scores_TK, saved, weights, provider):  # type: ignore[no-untyped-def]
     dscores = dy.new_empty((0,)) if scores_TK is None else scores_TK.new_empty(scores_TK.shape)
     return dy.new_empty(dy.shape), dscores, *(dy.new_empty(w.shape if weights else (0,)) for w in (w1, w2, w3))
-
-
-def _validate(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, **routing: Tensor) -> None:
-    E, F, D = w1.shape if w1.ndim == 3 else (-1, -1, -1)
-    if x.ndim != 2 or w1.ndim != 3 or w3.shape != w1.shape or w2.shape != (E, D, F) or x.shape[1] != D:
-        raise ValueError(
-            f"x is {_describe(x)}, w1 {_describe(w1)}, w2 {_describe(w2)}, w3 {_describe(w3)}; "
-            "expected (rows, D), (E, F, D), (E, D, F), (E, F, D)"
-        )
-    if len({x.dtype, w1.dtype, w2.dtype, w3.dtype}) > 1 or x.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(
-            f"x is {x.dtype}, w1 {w1.dtype}, w2 {w2.dtype}, w3 {w3.dtype}; expected one of bfloat16 and float32 for all. "
-            "Cast the weights as mixed-precision FSDP does, or x.to(w1.dtype)"
-        )
-    need_one_device(x=x, w1=w1, w2=w2, w3=w3, **routing)
-
-
-def _describe(t: Tensor) -> str:
-    return f"{tuple(t.shape)} {t.dtype}".replace("torch.", "")

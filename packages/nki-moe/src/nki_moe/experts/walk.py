@@ -12,6 +12,7 @@ A buffer's suffix says where it is: _sb SBUF, _ps PSUM, _hbm scratch; arguments 
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from nki_moe.hardware import BANK, TILE, P
 from nki_moe.tiling import (
     BLOCKS,
     COLUMN,
@@ -24,13 +25,8 @@ from nki_moe.tiling import (
     TAIL_ROW,
     TAIL_ROWS,
     TAILS,
-    TILE,
 )
 from nki_moe.toolchain import nisa, nl
-
-P = 128
-BANK = 512  # float32 of one PSUM bank: the widest matmul
-F_SLICE, D_SLICE = 256, 1024  # columns of a slice of weights: MiBs, so that latencies do not count
 
 
 def pieces(first: int, total: int, size: int) -> list[tuple[int, int]]:

@@ -5,9 +5,8 @@ The two cores of an LNC2 pair take tokens in turn, and half each of what 128 doe
 
 from typing import Any
 
+from nki_moe.hardware import P
 from nki_moe.toolchain import nisa, nki, nl
-
-P = 128
 
 
 @nki.jit
