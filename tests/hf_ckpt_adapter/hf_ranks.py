@@ -1,6 +1,6 @@
 """Save one tiny MoE with DCP from four gloo ranks, in the layouts that TorchTitan shards a Qwen3 in.
 
-Run by test_ckpt_ranks.py: python hf_ranks.py WORLD FOLDER. Real FSDP2 and DTensors, so
+Run by test_sharded_saves.py: python hf_ranks.py WORLD FOLDER. Real FSDP2 and DTensors, so
 that the chunks on disk are what a training job leaves; weights are those of `hf_tiny.state`, so that the test
 knows them.
 """

@@ -5,10 +5,18 @@ Hub names and shapes only, torch alone: no Transformers, so that every test here
 """
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from hf_ckpt_adapter import (
+    Layout,
+    convert_state,
+)
+from hf_ckpt_adapter.cli import main
 from safetensors.torch import save_file
 
 CONFIG = {
@@ -118,3 +126,63 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
         assert tensor.dtype == other[name].dtype and tensor.shape == other[name].shape, name
         ours, theirs = (t.contiguous().view(-1).view(torch.uint8) for t in (tensor, other[name]))
         assert torch.equal(ours, theirs), name
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, Any]:
+    code = main([*map(str, arguments), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def flip(folder: Path, tensor: str, byte: int, bit: int) -> str:
+    """Flip a bit of a tensor; returns the name of its file."""
+    for path in folder.glob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        (length,) = struct.unpack("<Q", data[:8])
+        entry = json.loads(data[8 : 8 + length]).get(tensor)
+        if entry:
+            data[8 + length + entry["data_offsets"][0] + byte] ^= 1 << bit
+            path.write_bytes(data)
+            return path.name
+    raise AssertionError(tensor)
+
+
+def save_step(folder: Path, cfg: dict[str, Any], tensors: dict[str, torch.Tensor], **extra: Any) -> Path:
+    """A step folder as TorchTitan and the trainer leave it: DCP files and `assets/`."""
+    optimizer = {"state": {"norm.weight": {"exp_avg": torch.zeros(3)}}, "lr": 1e-3}
+    dcp.save(
+        {**tensors, **extra, "optimizer": optimizer, "train_state": {"step": 3}},
+        checkpoint_id=folder,
+        no_dist=True,
+    )
+    (folder / "assets").mkdir()
+    (folder / "assets" / "config.json").write_text(json.dumps(cfg))
+    (folder / "assets" / "generation_config.json").write_text("{}")
+    (folder / "assets" / "tokenizer.json").write_text('{"model": 1}')
+    (folder / "assets" / "recipe.json").write_text("{}")
+    return folder
+
+
+def native(cfg: dict[str, Any], layout: Layout = Layout.NATIVE) -> dict[str, torch.Tensor]:
+    return convert_state(
+        state(cfg, head=not cfg["tie_word_embeddings"]), layout, tied=cfg["tie_word_embeddings"]
+    ).tensors
+
+
+TITAN = [Layout.NATIVE, Layout.NATIVE_WQKV, Layout.BACKEND]
+
+
+def load(folder: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What torch's loader reads into NaN-poisoned tensors of the expected names; extra names are an error."""
+    target = {n: torch.full_like(t, float("nan")) for n, t in like.items()}
+    dcp.load(target, checkpoint_id=folder, no_dist=True)
+    return target
+
+
+SHARDS = 3
+
+
+def sharded(folder: Path, moe: bool = False) -> Path:
+    cfg = config(moe)
+    names = list(state(cfg))
+    size = -(-len(names) // SHARDS)
+    return write_hub(folder, cfg, state(cfg), [names[i : i + size] for i in range(0, len(names), size)])

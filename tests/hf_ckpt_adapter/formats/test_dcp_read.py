@@ -1,11 +1,9 @@
-"""Contract of dcp_records.py and dcp_write.py: what they write is, byte for byte of meaning, what torch
-writes; what they read is nothing but the records DCP consists of."""
+"""Contract of dcp_read.py: metadata and data files are hostile until checked, and no object in them is ever built."""
 
 import io
 import pickle
 import subprocess
 import sys
-import tracemalloc
 import zipfile
 from pathlib import Path
 
@@ -14,50 +12,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hf_ckpt_adapter import convert_checkpoint as convert
 from hf_ckpt_adapter.formats.dcp_read import DcpFolder, read_metadata
-from hf_ckpt_adapter.formats.safe_pickle import safe_unpickle
-from hf_ckpt_adapter.formats.tensors import DTYPES, buffer
-from hf_ckpt_adapter.formats.torch_zip import tensor_zip
+from hf_ckpt_adapter.formats.tensors import buffer
 from hf_tiny import config, state, write_hub
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-def test_metadata_is_what_torch_itself_would_write(tmp_path: Path) -> None:
-    tensors = {"norm.weight": torch.arange(4.0), "flags": torch.ones(2, 3, dtype=torch.bool)}
-    dcp.save(tensors, checkpoint_id=tmp_path / "torch", no_dist=True)
-    theirs = pickle.loads((tmp_path / "torch" / ".metadata").read_bytes())
-    from hf_ckpt_adapter.formats.dcp_write import SavedChunk, metadata_bytes
-    from hf_ckpt_adapter.formats.tensors import TensorInfo
-
-    infos = {n: TensorInfo(t.dtype, tuple(t.shape)) for n, t in tensors.items()}
-    places = {key.fqn: value for key, value in theirs.storage_data.items()}
-    chunks = {
-        n: [SavedChunk(0, t.shape[0], places[n].relative_path, places[n].offset, places[n].length)]
-        for n, t in tensors.items()
-    }
-    ours = pickle.loads(metadata_bytes(infos, chunks, {}))
-    assert type(ours) is type(theirs)
-    assert ours.state_dict_metadata == theirs.state_dict_metadata
-    assert ours.storage_data == theirs.storage_data
-    assert ours.planner_data == theirs.planner_data and ours.version == theirs.version
-
-
-@pytest.mark.parametrize("shape", [(), (3,), (3, 4), (2, 3, 4)])
-@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
-def test_a_saved_chunk_is_what_torch_load_expects(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    data, tensor = buffer(dtype, shape)
-    data[:] = bytes(i % 2 for i in range(len(data)))
-    file = io.BytesIO()
-    with tensor_zip(file, dtype, shape) as (write, written):
-        write(data[:5])
-        write(data[5:])
-    assert written() == len(file.getvalue())
-    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    assert loaded.dtype == dtype and tuple(loaded.shape) == shape and loaded.stride() == tensor.stride()
-    if shape:
-        assert torch.equal(loaded.view(torch.uint8), tensor.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.float32, torch.float8_e4m3fn])
@@ -102,23 +62,6 @@ def test_metadata_with_a_foreign_class_is_refused_by_name(tmp_path: Path, capfd:
     assert "never" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"\x80\x02r\xff\xff\xff\x7fN.",  # LONG_BINPUT 2^31 - 1: would reserve 16 GB of memo
-        b"\x80\x05\x96\xff\xff\xff\xff\xff\xff\xff\x7f.",  # BYTEARRAY8 of 2^63 - 1 bytes
-        b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7f.",  # BINUNICODE8
-        b"\x80\x02\x82\x01.",  # an extension code
-        b"\x80\x02" + b"(" * 10,
-        b"",
-        b"PK\x03\x04",
-    ],
-)
-def test_pickles_that_ask_for_memory_or_odd_opcodes_are_refused_before_they_run(data: bytes) -> None:
-    with pytest.raises(ValueError, match=r"somewhere"):
-        safe_unpickle(data, {}, "somewhere")
-
-
 TORCH_NAMES = "torch.distributed.checkpoint.metadata"
 
 
@@ -158,34 +101,6 @@ def test_a_record_that_takes_forever_to_print_is_refused_by_its_type(tmp_path: P
     (tmp_path / ".metadata").write_bytes(metadata_pickle(b"X\x01\x00\x00\x00a" + tensor))
     with pytest.raises(ValueError, match=r"tensor 'a' has a list for its dtype"):
         DcpFolder(tmp_path)
-
-
-def test_a_pickle_cannot_change_the_classes_that_it_may_name() -> None:
-    from hf_ckpt_adapter.formats.dcp_records import RECORDS, StorageInfo
-
-    before = dict(vars(StorageInfo))
-    name = class_named("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-    with pytest.raises(ValueError, match="somewhere"):
-        safe_unpickle(b"\x80\x02" + name + b"N}X\x08\x00\x00\x00__init__Ns\x86b.", RECORDS, "somewhere")
-    assert dict(vars(StorageInfo)) == before
-
-
-def test_one_list_named_many_times_is_not_copied_each_time() -> None:
-    from hf_ckpt_adapter.formats.dcp_records import RECORDS
-
-    count = 100_000
-    sizes = (class_named("torch", "Size") + b"h\x00\x85R") * 1000
-    tracemalloc.start()
-    with pytest.raises(ValueError, match=r"somewhere.*100000 dimensions"):
-        safe_unpickle(b"\x80\x02(](" + b"N" * count + b"eq\x00" + sizes + b"t.", RECORDS, "somewhere")
-    assert tracemalloc.get_traced_memory()[1] < 100 * count
-    tracemalloc.stop()
-
-
-def test_a_name_in_torch_that_is_no_dtype_is_not_even_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__getattr__", lambda name: pytest.fail(f"torch.{name} would be imported"))
-    with pytest.raises(ValueError, match=r"torch\._dynamo"):
-        safe_unpickle(b"\x80\x02" + class_named("torch", "_dynamo") + b".", {}, "somewhere")
 
 
 def test_a_description_without_whole_numbers_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Contract of publish.py: a folder appears whole or not at all, an interrupted conversion goes on where it
-stopped, and kill -9 at any moment leaves the old export or the new one. (Cases 063, 067, 069.)"""
+"""Contract of staging.py: a folder appears whole or not at all, an interrupted conversion goes on where it stopped, and
+kill -9 at any moment leaves the old export or the new one. (Cases 063, 067, 069.)"""
 
 import json
 import os
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hf_ckpt_adapter import Options, diff, open_source
+from hf_ckpt_adapter import Options, open_source
 from hf_ckpt_adapter import convert_checkpoint as convert
 from hf_ckpt_adapter.formats import staging as publish
 from hf_ckpt_adapter.formats.staging import Staging, read_marker
@@ -161,15 +161,6 @@ def test_replacing_swaps_the_old_folder_out_whole(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["clean", "hub", "out"]
 
 
-def test_a_read_only_source_is_enough(tmp_path: Path, hub: Path) -> None:
-    before = {p.name: p.stat().st_mtime_ns for p in hub.iterdir()}
-    for path in [*hub.iterdir(), hub]:
-        path.chmod(path.stat().st_mode & ~0o222)
-    convert(hub, tmp_path / "out", "native")
-    hub.chmod(0o755)
-    assert {p.name: p.stat().st_mtime_ns for p in hub.iterdir()} == before
-
-
 def test_the_marker_knows_every_file_and_every_tensor(tmp_path: Path, hub: Path) -> None:
     convert(hub, tmp_path / "out", "per-expert", options=SMALL)
     marker = read_marker(tmp_path / "out")
@@ -251,7 +242,7 @@ def kill_while_saving(tmp_path: Path, seed: int) -> None:
     """Kill a job that saves step after step: each is read whole or refused, never half."""
     cfg = config(moe=True)
     hub = write_hub(tmp_path / "hub", cfg, state(cfg))
-    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     victim = subprocess.Popen(
         [sys.executable, "-c", SAVER, str(tmp_path)], env={**os.environ, "PYTHONPATH": path},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
@@ -287,13 +278,6 @@ def test_kill_9_during_a_save_leaves_whole_steps_and_refused_ones(tmp_path: Path
 @pytest.mark.parametrize("seed", range(3, 23))
 def test_kill_9_during_a_save_twenty_more_times(tmp_path: Path, seed: int) -> None:
     kill_while_saving(tmp_path, seed)
-
-
-def test_a_step_without_its_metadata_is_called_what_it_is(tmp_path: Path, hub: Path) -> None:
-    convert(hub, tmp_path / "step-10.tmp", "native")
-    (tmp_path / "step-10.tmp" / ".metadata").unlink()
-    with pytest.raises(FileNotFoundError, match="a save that never finished"):
-        open_source(tmp_path / "step-10.tmp")
 
 
 def test_stale_files_of_a_killed_run_do_not_reach_the_export(tmp_path: Path, hub: Path) -> None:
@@ -369,17 +353,3 @@ def test_a_hostile_marker_is_refused_in_words(tmp_path: Path, hub: Path, content
     with pytest.raises(ValueError, match=r"complete\.json"):
         read_marker(hub)
     assert not verify(hub).ok
-
-
-def test_more_files_than_a_process_may_open_are_read(tmp_path: Path) -> None:
-    cfg = config(moe=True, num_hidden_layers=4)
-    hub = write_hub(tmp_path / "hub", cfg, state(cfg), [[n] for n in state(cfg)])
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 80, before[1]))
-    try:
-        convert(hub, tmp_path / "fine", "per-expert", options=Options(max_shard_bytes=1))
-        convert(hub, tmp_path / "step", "native-wqkv", options=Options(max_shard_bytes=1))
-        assert diff(hub, tmp_path / "fine").equal and diff(tmp_path / "step", hub).equal
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    assert len(list((tmp_path / "fine").glob("*.safetensors"))) == len(state(cfg)) > 100

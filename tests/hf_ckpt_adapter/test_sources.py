@@ -1,5 +1,4 @@
-"""Contract of sources.py: a folder, a cache snapshot or a cached Hub id; links only inside the cache; no
-network."""
+"""Contract of sources.py: folder, cache snapshot or Hub id are found, and what is no whole checkpoint is called what it is."""
 
 import os
 import shutil
@@ -12,6 +11,28 @@ from hf_ckpt_adapter import export_step
 from hf_ckpt_adapter.sources import find, open_source
 from hf_tiny import config, equal, state, write_hub
 from safetensors.torch import load_file
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Path:
+    cfg = config(moe=True)
+    return write_hub(tmp_path / "hub", cfg, state(cfg))
+
+
+def test_a_read_only_source_is_enough(tmp_path: Path, hub: Path) -> None:
+    before = {p.name: p.stat().st_mtime_ns for p in hub.iterdir()}
+    for path in [*hub.iterdir(), hub]:
+        path.chmod(path.stat().st_mode & ~0o222)
+    convert(hub, tmp_path / "out", "native")
+    hub.chmod(0o755)
+    assert {p.name: p.stat().st_mtime_ns for p in hub.iterdir()} == before
+
+
+def test_a_step_without_its_metadata_is_called_what_it_is(tmp_path: Path, hub: Path) -> None:
+    convert(hub, tmp_path / "step-10.tmp", "native")
+    (tmp_path / "step-10.tmp" / ".metadata").unlink()
+    with pytest.raises(FileNotFoundError, match="a save that never finished"):
+        open_source(tmp_path / "step-10.tmp")
 
 
 def put_in_cache(repository: Path, source: Path) -> Path:

@@ -1,0 +1,69 @@
+"""Contract of verify.py: damage of every kind is found, and a marker is trusted no more than its folder."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hf_ckpt_adapter import convert_checkpoint as convert
+from hf_ckpt_adapter.verify import verify
+from hf_tiny import config, flip, run, state, write_hub
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Path:
+    cfg = config(moe=True, dtype="bfloat16")
+    return write_hub(tmp_path / "hub", cfg, state(cfg, dtype=torch.bfloat16))
+
+
+def test_verify_finds_damage_of_every_kind(tmp_path: Path, hub: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bias = {f"model.layers.{n}.mlp.expert_bias_E": torch.arange(8.0) for n in range(2)}
+    hub = write_hub(tmp_path / "biased", config(moe=True), {**state(config(moe=True)), **bias})
+    whole = tmp_path / "whole"
+    convert(hub, whole, "per-expert")
+    assert verify(whole).ok
+
+    def fresh(name: str) -> Path:
+        return Path(shutil.copytree(whole, tmp_path / name))
+
+    flip(fresh("bit"), "model.norm.weight", 4, 3)
+    flip(fresh("bias") / "titan_state", "layers.1.moe.expert_bias_E", 4, 3)
+    (fresh("marker") / "complete.json").unlink()
+    (fresh("stray") / "model-00002-of-00002.safetensors").write_bytes(b"")
+    (fresh("gone") / "generation_config.json").unlink()
+    (fresh("tokenizer") / "tokenizer.json").write_text("[]")
+    cfg = fresh("config") / "config.json"
+    text = cfg.read_text().replace('"moe_intermediate_size": 48', '"moe_intermediate_size": 84')
+    cfg.write_text(text)
+    for name, words in {
+        "bit": ["model.norm.weight in model.safetensors"],
+        "bias": ["titan_state/model.safetensors not what was written"],
+        "marker": ["never completed"],
+        "stray": ["model-00002-of-00002.safetensors is not of this export"],
+        "gone": ["generation_config.json is missing"],
+        "tokenizer": ["tokenizer.json not what was written"],
+        "config": ["config.json not what was written", "moe_intermediate_size"],
+    }.items():
+        code, found = run(capsys, "verify", tmp_path / name)
+        failed = [c["detail"] for c in found["checks"] if not c["ok"]]
+        assert code == 1 and len(failed) == len(words), (name, found)
+        assert all(word in detail for word, detail in zip(words, failed, strict=True)), (name, found)
+
+
+def test_a_marker_with_a_path_in_it_is_refused(tmp_path: Path, hub: Path) -> None:
+    convert(hub, tmp_path / "out", "per-expert")
+    path = tmp_path / "out" / "complete.json"
+    marker = json.loads(path.read_text())
+    marker["files"]["../../etc/passwd"] = 1
+    path.write_text(json.dumps(marker))
+    result = verify(tmp_path / "out")
+    assert not result.ok and "refused" in result.checks[-1].detail
+
+
+def test_a_source_for_logits_that_is_not_there_is_refused(
+    tmp_path: Path, hub: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    convert(hub, tmp_path / "out", "per-expert")
+    code, found = run(capsys, "verify", tmp_path / "out", "--logits", tmp_path / "nowhere")
+    assert code == 2 and found["kind"] == "FileNotFoundError"
