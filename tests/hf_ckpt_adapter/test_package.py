@@ -71,7 +71,7 @@ def test_the_folder_can_be_vendored_under_any_name_and_passes_its_tests_there(tm
     (tmp_path / "our" / "__init__.py").write_text("")
     (tmp_path / "hf_ckpt_adapter.py").write_text("raise ImportError('the original must not be used')")
     (tmp_path / "tests").mkdir()
-    for name in ("hf_tiny.py", "names/test_read.py", "names/test_write.py", "test_cli.py", "test_dcp_folder.py"):
+    for name in ("hf_tiny.py", "names/test_read.py", "names/test_write.py", "test_cli.py", "test_titan_folder.py"):
         text = (Path(__file__).parent / name).read_text().replace("hf_ckpt_adapter", "our.weights")
         (tmp_path / "tests" / Path(name).name).write_text(text)
     result = subprocess.run(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .names.read import read_names
     from .names.table import Layout
     from .names.write import write_names
-    from .plan import Options
+    from .options import Options
     from .report import Report
     from .sources import open_source
     from .states import Converted, convert_state
@@ -40,7 +40,7 @@ _HOMES = {
     "CheckpointReader": "dcp_reader",
     "Converted": "states",
     "Layout": "names.table",
-    "Options": "plan",
+    "Options": "options",
     "Report": "report",
     "convert_checkpoint": "convert",
     "convert_state": "states",

@@ -137,7 +137,7 @@ def _convert(arguments: argparse.Namespace, bar: _Bar) -> tuple[int, Any]:
     from .convert import convert_checkpoint
     from .formats.dcp_read import is_dcp
     from .formats.tensors import dtype_named
-    from .plan import Options
+    from .options import Options
     from .sources import find
 
     options = Options(

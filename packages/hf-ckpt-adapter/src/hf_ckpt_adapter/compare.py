@@ -13,16 +13,17 @@ from typing import Any
 
 import torch
 
-from .assets import load_config, tied
+from .config import load_config, tied
 from .formats.tensors import TensorInfo, TensorSource
 from .names.order import natural
 from .names.read import Reading, read_names
 from .names.rows import Piece, Shape
 from .names.table import EMBED, HEAD
 from .names.write import Target
-from .plan import Output, resolve, vocabulary
+from .plan import Output, resolve
 from .sources import assets_of, find, open_source
 from .stream import blocks
+from .vocabulary import vocabulary
 
 __all__ = ["Comparison", "Difference", "Model", "diff"]
 

@@ -1,7 +1,7 @@
 """Convert a checkpoint into another layout, and publish the result as a whole folder.
 
 Every conversion is the same three steps: open a source, plan, move rows into files. What differs is the kind
-of file (`_HubFolder`, `_DcpFolder`) and the small files beside the weights.
+of file (`HubFolder`, `TitanFolder`) and the small files beside the weights.
 
 Peak memory is a fixed part (the interpreter and torch), plus (POOL + 2) x max(BLOCK, the widest row) for
 blocks (10 MiB, see `stream.py`), plus about 2 kB for each tensor name. It does not depend on the size of the
@@ -14,30 +14,26 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from .assets import asset_files, config_bytes, load_config
-from .formats.dcp_write import SavedChunk, chunk_starts, metadata_bytes
-from .formats.files import ASSETS, INDEX, METADATA, SIDE_FILE, chunk_file, shard_file
-from .formats.safetensors import header_bytes, index_bytes, split_shards, tensor_order
+from .config import load_config
+from .folder import Progress
 from .formats.staging import Staging
-from .formats.tensors import TensorInfo, TensorSource, dtype_named
-from .formats.torch_zip import tensor_zip
+from .formats.tensors import TensorSource, dtype_named
+from .hub_folder import HubFolder
 from .names.table import Layout
-from .plan import Options, Output, Plan, make_plan
+from .options import Options
+from .plan import Plan
+from .planning import make_plan
 from .report import Report
-from .side_state import read_side_state, side_file_bytes, tensor_bytes
+from .side_state import check_side, read_side_state
 from .sources import assets_of, find, open_source
-from .stream import stream
+from .titan_folder import TitanFolder
 
-__all__ = ["Progress", "convert_checkpoint", "export_step"]
-
-Progress = Callable[[int, int], None]
-"""Called with tensor bytes done and in all."""
+__all__ = ["convert_checkpoint", "export_step"]
 
 
 def convert_checkpoint(
@@ -83,11 +79,11 @@ def convert_checkpoint(
     try:
         plan = make_plan(opened, config, layout, options)
         side = read_side_state(opened, plan.reading, folder, follow_symlinks=follow_symlinks)
-        plan.check_side(side)
+        check_side(side, plan)
         staging = Staging(out, _fingerprint(folder, plan, options), overwrite=overwrite, write_once=write_once)
         report = _begin_report(folder, out, opened, plan)
         try:
-            kind = _HubFolder if plan.to_hub else _DcpFolder
+            kind = HubFolder if plan.to_hub else TitanFolder
             kind(staging, plan, options, report, side, assets_dir, follow_symlinks).write(opened, progress)
         except BaseException:
             staging.abandon()
@@ -157,177 +153,3 @@ def _begin_report(folder: Path, out: Path, source: TensorSource, plan: Plan) -> 
         left_out=dict(source.left_out),
         warnings=list(plan.notes),
     )
-
-
-class _Folder:
-    """What the two kinds of output share: files of tensors, each kept if an earlier run finished it."""
-
-    kind = ""
-
-    def __init__(
-        self,
-        staging: Staging,
-        plan: Plan,
-        options: Options,
-        report: Report,
-        side: dict[str, torch.Tensor],
-        assets_dir: Path,
-        follow_symlinks: bool,
-    ) -> None:
-        self.staging, self.plan, self.report, self.side = staging, plan, report, side
-        self.assets_dir, self.follow_symlinks = assets_dir, follow_symlinks
-        self.by_name = {o.name: o for o in plan.outputs}
-        self.sizes = {o.name: o.info.nbytes for o in plan.outputs}
-        shards = split_shards(self.sizes, options.max_shard_bytes)
-        self.files = dict(zip(self.file_names(len(shards)), shards, strict=True))
-        report.files = list(self.files)
-
-    def file_names(self, count: int) -> list[str]:
-        raise NotImplementedError
-
-    def write_file(self, name: str, outputs: list[Output], source: TensorSource, count: Callable[[int], None]) -> None:
-        raise NotImplementedError
-
-    def write_rest(self) -> None:
-        raise NotImplementedError
-
-    def write(self, source: TensorSource, progress: Progress | None) -> None:
-        """Write every file that is not there yet, then what belongs beside them, then publish."""
-        total, done = sum(self.sizes.values()), 0
-
-        def count(written: int) -> None:
-            nonlocal done
-            done += written
-            self.report.bytes_written += written
-            if progress is not None:
-                progress(done, total)
-
-        for name, tensors in self.files.items():
-            if name in self.staging.done:
-                kept = sum(self.sizes[t] for t in tensors)
-                done += kept
-                self.report.bytes_resumed += kept
-                continue
-            order = tensor_order({t: self.by_name[t].info for t in tensors})
-            self.write_file(name, [self.by_name[t] for t in order], source, count)
-        self.write_rest()
-        self.staging.commit(
-            {
-                "format": 1,
-                "kind": self.kind,
-                "layout": self.plan.layout.value,
-                "tensors": {t: s for n in self.staging.done.values() for t, s in n["sums"].items()},
-            }
-        )
-
-    def write_assets(self, folder: str) -> None:
-        """config.json as the weights now are, and copies of generation config and tokenizer."""
-        prefix = f"{folder}/" if folder else ""
-        with self.staging.file(prefix + "config.json") as file:
-            file.write(config_bytes(self.plan.config, dtype=self.plan.dtype, tie=self.plan.tie))
-        for name, path in asset_files(self.assets_dir, follow_symlinks=self.follow_symlinks):
-            with self.staging.file(prefix + name) as file, open(path, "rb") as original:
-                while data := original.read(1 << 20):
-                    file.write(data)
-
-
-class _HubFolder(_Folder):
-    """safetensors files, their index, config and tokenizer; native-only state in a side file."""
-
-    kind = "hub"
-
-    def file_names(self, count: int) -> list[str]:
-        return [shard_file(i, count) for i in range(1, count + 1)]
-
-    def write_file(self, name: str, outputs: list[Output], source: TensorSource, count: Callable[[int], None]) -> None:
-        sums = {}
-        with self.staging.file(name) as file:
-            file.write(header_bytes({o.name: o.info for o in outputs}))
-            for block in stream(source, outputs):
-                file.write(block.data)
-                count(len(block.data))
-                if block.checksum is not None:
-                    sums[block.output.name] = block.checksum
-        self.staging.note(name, {"sums": sums})
-
-    def write_rest(self) -> None:
-        if self.side:
-            with self.staging.file(SIDE_FILE) as file:
-                file.write(side_file_bytes(self.side))
-            self._report_side_state()
-        with self.staging.file(INDEX) as file:
-            file.write(index_bytes(self.files, self.sizes))
-        self.write_assets("")
-
-    def _report_side_state(self) -> None:
-        self.report.side_state = {
-            name: float(t.double().abs().max()) if t.numel() else 0.0 for name, t in self.side.items()
-        }
-        biased = {n: v for n, v in self.report.side_state.items() if n.endswith("expert_bias_E") and v != 0}
-        if biased:
-            worst = max(biased, key=lambda n: biased[n])
-            self.report.warnings.append(
-                f"{len(biased)} layers route with a non-zero expert bias (up to {biased[worst]:.6g}, "
-                f"{worst}). Hugging Face has no place for it: the exported model routes without. It is "
-                f"kept in {SIDE_FILE}."
-            )
-
-
-class _DcpFolder(_Folder):
-    """Files of tensor chunks, `.metadata`, and an `assets/` folder from which it can be exported again."""
-
-    kind = "dcp"
-
-    def file_names(self, count: int) -> list[str]:
-        return [chunk_file(i) for i in range(count)]
-
-    def write_file(self, name: str, outputs: list[Output], source: TensorSource, count: Callable[[int], None]) -> None:
-        sums: dict[str, str] = {}
-        chunks: dict[str, list[tuple[int, int, int, int]]] = {}
-        with self.staging.file(name) as file:
-            blocks = stream(source, outputs)
-            offset = 0
-            for output in outputs:
-                left: memoryview | None = None
-                for start, length in chunk_starts(output.info):
-                    shape = (length, *output.info.shape[1:]) if output.info.shape else ()
-                    want = torch.Size(shape).numel() * output.info.dtype.itemsize
-                    with tensor_zip(file, output.info.dtype, shape) as (write, written):
-                        while want:
-                            if left is None:
-                                block = next(blocks)
-                                assert block.output is output, (block.output.name, output.name)
-                                left = block.data
-                                if block.checksum is not None:
-                                    sums[output.name] = block.checksum
-                            part, left = left[:want], left[want:] if len(left) > want else None
-                            write(part)
-                            want -= len(part)
-                            count(len(part))
-                    chunks.setdefault(output.name, []).append((start, length, offset, written()))
-                    offset += written()
-            assert next(blocks, None) is None
-        self.staging.note(name, {"sums": sums, "chunks": chunks})
-
-    def write_rest(self) -> None:
-        infos = {o.name: o.info for o in self.plan.outputs}
-        chunks = {
-            tensor: [SavedChunk(start, count, file, offset, length) for start, count, offset, length in boxes]
-            for file, note in self.staging.done.items()
-            for tensor, boxes in note["chunks"].items()
-        }
-        side = self.plan.side_names(self.side)
-        if side:
-            name, offset = chunk_file(len(self.files)), 0
-            with self.staging.file(name) as file:
-                for tensor, value in side.items():
-                    info = TensorInfo(value.dtype, tuple(value.shape))
-                    with tensor_zip(file, info.dtype, info.shape) as (write, written):
-                        write(memoryview(tensor_bytes(value)))
-                    infos[tensor] = info
-                    count = info.shape[0] if info.shape else 1
-                    chunks[tensor] = [SavedChunk(0, count, name, offset, written())]
-                    offset += written()
-        self.write_assets(ASSETS)
-        with self.staging.file(METADATA) as file:
-            file.write(metadata_bytes(infos, chunks, self.plan.aliases))

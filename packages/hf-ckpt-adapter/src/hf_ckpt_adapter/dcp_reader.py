@@ -24,10 +24,12 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.futures import Future
 
-from .assets import load_config
+from .config import load_config
 from .names.table import HUB_LAYOUTS, Layout
-from .plan import Options, Output, Read, make_plan
-from .side_state import read_side_state
+from .options import Options
+from .plan import Output, Read
+from .planning import make_plan
+from .side_state import check_side, read_side_state, side_names
 from .sources import assets_of, find, open_source
 from .stream import blocks, cast_into, different_head
 
@@ -67,10 +69,10 @@ class CheckpointReader(StorageReader):
         self._source = open_source(folder, follow_symlinks=follow_symlinks)
         plan = make_plan(self._source, config, layout, options or Options())
         side = read_side_state(self._source, plan.reading, folder, follow_symlinks=follow_symlinks)
-        plan.check_side(side)
+        check_side(side, plan)
         self.config = plan.config
-        self._side = plan.side_names(side)
-        self.zeros = self._side.keys() - plan.side_names(side, fill=False).keys()
+        self._side = side_names(side, plan)
+        self.zeros = self._side.keys() - side_names(side, plan, fill=False).keys()
         self._outputs = {output.name: output for output in plan.outputs}
         self._outputs.update({name: self._outputs[target] for name, target in plan.aliases.items()})
 

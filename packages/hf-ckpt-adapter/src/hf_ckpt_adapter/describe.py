@@ -8,13 +8,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .assets import sizes_of, tied
 from .compare import Model
+from .config import tied
 from .formats.files import MARKER
 from .formats.staging import read_marker
 from .names.table import Layout
-from .plan import Options, make_plan
+from .options import Options
+from .planning import make_plan
 from .report import size_text
+from .sizes import sizes_of
 from .stream import blocks
 
 __all__ = ["Description", "describe"]

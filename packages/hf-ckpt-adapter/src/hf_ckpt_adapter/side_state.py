@@ -17,8 +17,10 @@ from .formats.files import SIDE_FILE, SIDE_FOLDER, inner_folder
 from .formats.safetensors import SafetensorsFolder, header_bytes, tensor_order
 from .formats.tensors import TensorInfo, TensorSource, buffer
 from .names.read import Reading
+from .names.table import Layout
+from .plan import Plan
 
-__all__ = ["read_side_state", "side_file_bytes"]
+__all__ = ["check_side", "read_side_state", "side_file_bytes", "side_names", "tensor_bytes"]
 
 MAX_SIDE_STATE = 64 << 20
 _NAME = re.compile(r"layers\.(0|[1-9][0-9]{0,3})\.moe\.(expert_bias_E|tokens_per_expert_E)")
@@ -59,6 +61,32 @@ def _read(source: TensorSource, names: Mapping[str, str], where: str) -> dict[st
         data, state[name] = buffer(info.dtype, info.shape)
         source.read_rows(stored, 0, data)
     return state
+
+
+def check_side(state: Mapping[str, torch.Tensor], plan: Plan) -> None:
+    """ValueError when native-only state is not of this model: one number for each expert of a MoE
+    layer."""
+    for name, tensor in state.items():
+        layer = int(name.split(".")[1])
+        if layer not in plan.reading.experts or tuple(tensor.shape) != (plan.sizes.num_experts,):
+            raise ValueError(
+                f"native-only state {name!r} of shape {list(tensor.shape)} is not of this model, which "
+                f"has {plan.sizes.num_experts} experts in layers {sorted(plan.reading.experts)}"
+            )
+
+
+def side_names(state: Mapping[str, torch.Tensor], plan: Plan, *, fill: bool = True) -> dict[str, torch.Tensor]:
+    """Native-only state under the names of a TorchTitan layout.
+
+    With `fill`, a MoE layer without any gets a zero bias: TorchTitan's model has that buffer (moe.py,
+    `load_balance_coeff`) and DCP refuses to load a model of which the checkpoint lacks a name.
+    """
+    layers = plan.reading.experts if fill else ()
+    full = {f"layers.{n}.moe.expert_bias_E": torch.zeros(plan.sizes.num_experts) for n in layers}
+    full.update(state)
+    if plan.layout is Layout.BACKEND:
+        full = {re.sub(r"^layers\.(\d+)\.moe\.", r"model.model.layers.\1.mlp.", n): t for n, t in full.items()}
+    return dict(sorted(full.items()))
 
 
 def side_file_bytes(state: Mapping[str, torch.Tensor]) -> bytes:

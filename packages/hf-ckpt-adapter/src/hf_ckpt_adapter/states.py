@@ -14,7 +14,8 @@ import torch
 from .names.read import Reading, read_names
 from .names.table import EMBED, HEAD, HUB_LAYOUTS, Layout
 from .names.write import Target, write_names
-from .plan import refuse_unexpected, resolve
+from .plan import resolve
+from .planning import refuse_unexpected
 
 __all__ = ["Converted", "convert_state"]
 

@@ -11,12 +11,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .assets import load_config
+from .config import load_config
 from .formats.files import MARKER, UNFINISHED
 from .formats.staging import file_sum, read_marker
 from .formats.tensors import TensorSource
 from .names.table import Layout
-from .plan import Options, Output, Read, make_plan
+from .options import Options
+from .plan import Output, Read
+from .planning import make_plan
 from .sources import assets_of, find, open_source
 from .stream import blocks
 

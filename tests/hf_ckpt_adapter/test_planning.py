@@ -1,4 +1,4 @@
-"""Contract of plan.py: every published Qwen3 by name, and every refusal before a byte is read. (Cases 023, 036, 042, 045, 079, 086.)"""
+"""Contract of planning.py: every published Qwen3 by name, and every refusal before a byte is read. (Cases 023, 036, 042, 045, 079, 086.)"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,7 +8,8 @@ import pytest
 import torch
 from hf_ckpt_adapter import Layout, Options, convert_checkpoint, export_step
 from hf_ckpt_adapter.formats.tensors import TensorInfo
-from hf_ckpt_adapter.plan import Plan, make_plan
+from hf_ckpt_adapter.plan import Plan
+from hf_ckpt_adapter.planning import make_plan
 from hf_tiny import config, fused, native, save_step, state, write_hub
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

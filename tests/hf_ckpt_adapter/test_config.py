@@ -1,4 +1,4 @@
-"""Contract of assets.py: config and tensors agree, and no fact that tensors lack is made up."""
+"""Contract of config.py: config and tensors agree, and no fact that tensors lack is made up."""
 
 import shutil
 from pathlib import Path

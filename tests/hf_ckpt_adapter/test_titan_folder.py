@@ -1,4 +1,4 @@
-"""Contract of dcp_folder.py: torch loads what was written, and it can be exported again."""
+"""Contract of titan_folder.py: torch loads what was written, and it can be exported again."""
 
 import json
 from pathlib import Path

@@ -1,0 +1,95 @@
+"""Write the files of a conversion, each kept if an earlier run finished it, and publish them as a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from .assets import asset_files
+from .config import config_bytes
+from .formats.files import CONFIG
+from .formats.safetensors import split_shards, tensor_order
+from .formats.staging import Staging
+from .formats.tensors import TensorSource
+from .options import Options
+from .plan import Output, Plan
+from .report import Report
+
+__all__ = ["Folder", "Progress"]
+
+Progress = Callable[[int, int], None]
+"""Called with tensor bytes done and in all."""
+
+
+class Folder:
+    """What the two kinds of output share: files of tensors, each kept if an earlier run finished it."""
+
+    kind = ""
+
+    def __init__(
+        self,
+        staging: Staging,
+        plan: Plan,
+        options: Options,
+        report: Report,
+        side: dict[str, torch.Tensor],
+        assets_dir: Path,
+        follow_symlinks: bool,
+    ) -> None:
+        self.staging, self.plan, self.report, self.side = staging, plan, report, side
+        self.assets_dir, self.follow_symlinks = assets_dir, follow_symlinks
+        self.by_name = {o.name: o for o in plan.outputs}
+        self.sizes = {o.name: o.info.nbytes for o in plan.outputs}
+        shards = split_shards(self.sizes, options.max_shard_bytes)
+        self.files = dict(zip(self.file_names(len(shards)), shards, strict=True))
+        report.files = list(self.files)
+
+    def file_names(self, count: int) -> list[str]:
+        raise NotImplementedError
+
+    def write_file(self, name: str, outputs: list[Output], source: TensorSource, count: Callable[[int], None]) -> None:
+        raise NotImplementedError
+
+    def write_rest(self) -> None:
+        raise NotImplementedError
+
+    def write(self, source: TensorSource, progress: Progress | None) -> None:
+        """Write every file that is not there yet, then what belongs beside them, then publish."""
+        total, done = sum(self.sizes.values()), 0
+
+        def count(written: int) -> None:
+            nonlocal done
+            done += written
+            self.report.bytes_written += written
+            if progress is not None:
+                progress(done, total)
+
+        for name, tensors in self.files.items():
+            if name in self.staging.done:
+                kept = sum(self.sizes[t] for t in tensors)
+                done += kept
+                self.report.bytes_resumed += kept
+                continue
+            order = tensor_order({t: self.by_name[t].info for t in tensors})
+            self.write_file(name, [self.by_name[t] for t in order], source, count)
+        self.write_rest()
+        self.staging.commit(
+            {
+                "format": 1,
+                "kind": self.kind,
+                "layout": self.plan.layout.value,
+                "tensors": {t: s for n in self.staging.done.values() for t, s in n["sums"].items()},
+            }
+        )
+
+    def write_assets(self, folder: str) -> None:
+        """config.json as the weights now are, and copies of generation config and tokenizer."""
+        prefix = f"{folder}/" if folder else ""
+        with self.staging.file(prefix + CONFIG) as file:
+            file.write(config_bytes(self.plan.config, dtype=self.plan.dtype, tie=self.plan.tie))
+        for name, path in asset_files(self.assets_dir, follow_symlinks=self.follow_symlinks):
+            with self.staging.file(prefix + name) as file, open(path, "rb") as original:
+                while data := original.read(1 << 20):
+                    file.write(data)
