@@ -10,6 +10,11 @@ from hypothesis import strategies as st
 from moe_cases import DTYPES, check_grouped, check_routed, problem, routed_problem, with_gradients
 
 
+@pytest.fixture(autouse=True)
+def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NKI_MOE_BACKEND", "torch")
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=9), st.integers(0, 5), st.sampled_from(DTYPES))
 def test_any_routing_gives_the_definition(counts: list[int], spare: int, dtype: torch.dtype) -> None:

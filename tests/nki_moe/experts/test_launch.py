@@ -15,6 +15,13 @@ from moe_cases import check_grouped, check_routed, definition, problem, routed_p
 from nki_moe import simulated
 from nki_moe.experts import launch, reference
 
+
+@pytest.fixture(autouse=True)
+def simulated_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NKI_MOE_BACKEND", "sim")
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
+
+
 BF16, FP32 = torch.bfloat16, torch.float32
 
 

@@ -8,6 +8,11 @@ from nki_moe.experts import op
 from torch._dynamo.testing import CompileCounterWithBackend
 
 
+@pytest.fixture(autouse=True)
+def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NKI_MOE_BACKEND", "torch")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_opcheck_passes(dtype: torch.dtype) -> None:
     x, counts, weights = problem([4, 0, 9], 13, 24, 40, dtype)

@@ -7,6 +7,11 @@ from moe_cases import DTYPES, check_grouped, problem, routed_problem
 from nki_moe.experts import torch_path
 
 
+@pytest.fixture(autouse=True)
+def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NKI_MOE_BACKEND", "torch")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_expert_may_own_more_rows_than_are_widened_at_a_time(dtype: torch.dtype) -> None:
     check_grouped(nki_moe.grouped_mlp, [0, 2100, 3], 2103, 16, 8, dtype)

@@ -134,7 +134,8 @@ def _read_description(archive: zipfile.ZipFile, where: str) -> tuple[_Descriptio
     _, first, size, stride, dtype = safe_unpickle(
         archive.read(description), _tensor_classes(), where, lambda pid: ("storage", *pid)
     )
-    return _Description(*checked_sizes((first,)), checked_sizes(size), checked_sizes(stride), dtype), record
+    (first,) = checked_sizes((first,))
+    return _Description(first, checked_sizes(size), checked_sizes(stride), dtype), record
 
 
 def _tensor_classes() -> dict[tuple[str, str], Any]:
