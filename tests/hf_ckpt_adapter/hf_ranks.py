@@ -91,7 +91,8 @@ def pipeline(native: dict[str, torch.Tensor], rank: int) -> dict[str, torch.Tens
 
 
 def read_back(folder: Path, name: str, tensors: dict[str, torch.Tensor], rank: int) -> None:
-    """Load the Hub folder into poisoned shards of the same layout; they must be what was saved. Notes the bytes read."""
+    """Load the Hub folder into poisoned shards of the same layout; they must be what was saved. Notes the bytes
+    read."""
     reader = CheckpointReader(folder / "hub", Layout.BACKEND if "backend" in name else Layout.NATIVE)
     rows, read = reader._source.read_rows, 0
 
@@ -110,7 +111,8 @@ def read_back(folder: Path, name: str, tensors: dict[str, torch.Tensor], rank: i
 
 
 def load_tied(folder: Path, rank: int) -> None:
-    """FSDP over four ranks, tied by the config, both names in the file: one matrix under both, or refused on every rank."""
+    """FSDP over four ranks, tied by the config, both names in the file: one matrix under both, or refused on every
+    rank."""
     native = convert_state(state(TIED, head=False), Layout.NATIVE, tied=True).tensors
     model = Holder({n: torch.full_like(t, float("nan")) for n, t in native.items()})
     fully_shard(model, mesh=init_device_mesh("cpu", (4,)))

@@ -1,5 +1,6 @@
 """Contract: DCP loads any checkpoint through `CheckpointReader` as if it had been saved in TorchTitan's names: the same
-bits as a conversion, whole tensors or boxes of them, and nothing that a conversion would refuse. Ranks: test_sharded_saves.py."""
+bits as a conversion, whole tensors or boxes of them, and nothing that a conversion would refuse. Ranks:
+test_sharded_saves.py."""
 
 from pathlib import Path
 from typing import Any

@@ -1,9 +1,12 @@
-"""Contract of the package: it needs nothing but torch and safetensors, and can be vendored under another name. (Cases 068, 121, 127.)"""
+"""Contract of the package: it needs nothing but torch and safetensors, and can be vendored under another name. (Cases
+068, 121, 127.)"""
 
 import re
 import shutil
 import subprocess
 import sys
+from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 
 import hf_ckpt_adapter
@@ -82,3 +85,20 @@ def test_the_folder_can_be_vendored_under_any_name_and_passes_its_tests_there(tm
         text=True,
     )
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
+
+
+def test_a_module_of_an_earlier_version_is_answered_with_the_new_one() -> None:
+    moved = {"mapping": "names", "dcp_io": "formats.dcp_read", "publish": "formats.staging"}
+    for old, new in moved.items():
+        for code in (f"import hf_ckpt_adapter.{old}", f"from hf_ckpt_adapter import {old}"):
+            with pytest.raises(ImportError, match=rf"hf_ckpt_adapter\.{old} is now hf_ckpt_adapter\.{re.escape(new)}$"):
+                exec(code)
+        import_module(f"hf_ckpt_adapter.{new}")
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'hf_ckpt_adapter\.nothing'"):
+        import_module("hf_ckpt_adapter.nothing")
+
+
+def test_completion_shows_the_lazy_names_and_the_version_is_the_installed_one() -> None:
+    code = "import hf_ckpt_adapter as h; print(*sorted(set(h.__all__) - set(dir(h))), h.__version__)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout == f"{version('hf-ckpt-adapter')}\n", result

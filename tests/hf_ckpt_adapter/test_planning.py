@@ -1,4 +1,5 @@
-"""Contract of planning.py: every published Qwen3 by name, and every refusal before a byte is read. (Cases 023, 036, 042, 045, 079, 086.)"""
+"""Contract of planning.py: every published Qwen3 by name, and every refusal before a byte is read. (Cases 023, 036,
+042, 045, 079, 086.)"""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -50,7 +50,8 @@ def test_the_shardings_really_are_what_they_say(saved: Path) -> None:
 def test_every_sharding_is_loaded_from_a_hub_folder_and_a_rank_reads_its_share_alone(saved: Path, layout: str) -> None:
     """The ranks compared every shard themselves (hf_ranks.py); here it is counted that they did not read the rest.
 
-    Experts are split over the ranks in each of these layouts; TP's split of columns alone makes two ranks read a row."""
+    Experts are split over the ranks in each of these layouts; TP's split of columns alone makes two ranks read a
+    row."""
     weights = sum(t.nbytes for t in state(CONFIG).values())
     experts = sum(t.nbytes for n, t in state(CONFIG).items() if ".experts." in n)
     read = [int((saved / f"{layout}-bytes-{rank}").read_text()) for rank in range(RANKS)]

@@ -1,4 +1,5 @@
-"""Contract of sources.py: folder, cache snapshot or Hub id are found, and what is no whole checkpoint is called what it is."""
+"""Contract of sources.py: folder, cache snapshot or Hub id are found, and what is no whole checkpoint is called what it
+is."""
 
 import os
 import shutil

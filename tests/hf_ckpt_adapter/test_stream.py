@@ -1,4 +1,5 @@
-"""Contract of stream.py: memory does not grow with the model, and a number that the dtype cannot hold is an error. (Case 127.)"""
+"""Contract of stream.py: memory does not grow with the model, and a number that the dtype cannot hold is an error.
+(Case 127.)"""
 
 import json
 import subprocess

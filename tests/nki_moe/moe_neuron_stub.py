@@ -1,5 +1,6 @@
-"""A stand-in for `torch_neuronx` over nki-sim, strict about what AWS documents of nki_op and wrap_nki: every argument annotated; the
-function, never the raw kernel, is registered, and is its own fake implementation; what is no tensor is a hashable constant.
+"""A stand-in for `torch_neuronx` over nki-sim, strict about what AWS documents of nki_op and wrap_nki: every argument
+annotated; the function, never the raw kernel, is registered, and is its own fake implementation; what is no tensor is a
+hashable constant.
 """
 
 import inspect

@@ -1,5 +1,5 @@
-"""The contract: one function decides what runs; what was asked for and is missing is an error, never something else. Importing
-nki_moe looks for no kernel language, and its limits are known without torch.
+"""The contract: one function decides what runs; what was asked for and is missing is an error, never something else.
+Importing nki_moe looks for no kernel language, and its limits are known without torch.
 """
 
 import subprocess

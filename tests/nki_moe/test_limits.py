@@ -1,5 +1,5 @@
-"""The contract: whether a shape runs is known before anything is compiled, with the numbers and the nearest valid ones; and
-what check() says about memory is no less than what a traced kernel takes.
+"""The contract: whether a shape runs is known before anything is compiled, with the numbers and the nearest valid ones;
+and what check() says about memory is no less than what a traced kernel takes.
 """
 
 import nki_moe

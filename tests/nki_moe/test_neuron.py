@@ -1,5 +1,6 @@
-"""The contract: the branch that runs on Trainium registers annotated functions through torch_neuronx, launches the kernels on both cores,
-differentiates, compiles whole and once, and proves itself before first use. Run against a strict stand-in (moe_neuron_stub.py).
+"""The contract: the branch that runs on Trainium registers annotated functions through torch_neuronx, launches the
+kernels on both cores, differentiates, compiles whole and once, and proves itself before first use. Run against a strict
+stand-in (moe_neuron_stub.py).
 """
 
 from collections.abc import Iterator
@@ -41,7 +42,8 @@ def test_routed_tokens_and_tensors_that_do_not_lie_in_order() -> None:
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiles_whole_and_once_whatever_the_counts(dynamic: bool) -> None:
-    """Sizes that torch.compile made symbolic, on its own or because it was told to, are fixed: a kernel has its sizes."""
+    """Sizes that torch.compile made symbolic, on its own or because it was told to, are fixed: a kernel has its
+    sizes."""
     torch._dynamo.reset()
     x, _, weights = problem([3, 0, 37], 40, 256, 256, torch.bfloat16)
     counter = CompileCounterWithBackend("aot_eager")

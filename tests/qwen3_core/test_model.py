@@ -1,6 +1,6 @@
 """The contract: the model can be built on meta, materialised, cast, initialised, stepped, copied, compiled,
-and is the same model afterwards. It computes what Transformers computes. Tied stays tied, RoPE stays right and float32, names are the Hub's, no
-Python sees data.
+and is the same model afterwards. It computes what Transformers computes. Tied stays tied, RoPE stays right and float32,
+names are the Hub's, no Python sees data.
 """
 
 import copy

@@ -1,5 +1,5 @@
-"""Contract of experts/launch.py and the kernels that it starts: on nki-sim they compute the definition and its gradients for any
-routing, by one program."""
+"""Contract of experts/launch.py and the kernels that it starts: on nki-sim they compute the definition and its
+gradients for any routing, by one program."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -121,7 +121,8 @@ def routings(many: int, rows: int, E: int) -> Iterator[list[int]]:
 
 
 def test_one_program_serves_a_hundred_routings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel is traced once (values cannot be read then), and each routing runs from that trace; every twentieth back as well."""
+    """A kernel is traced once (values cannot be read then), and each routing runs from that trace; every twentieth back
+    as well."""
     monkeypatch.setattr(simulated, "_programs", {})
     for i, counts in enumerate(routings(100, 200, 4)):
         if i % 20 == 0:
@@ -156,7 +157,8 @@ def test_every_kernel_traced_anew_for_another_routing_is_the_same_program(monkey
 
 
 def test_two_layers_with_kernels_in_one_graph_and_experts_without_tokens() -> None:
-    """Embedded twice with other operators between, not only alone; an expert without a token must not send a gather astray."""
+    """Embedded twice with other operators between, not only alone; an expert without a token must not send a gather
+    astray."""
     x, experts, scores, weights = (*_layers()[:2], *_layers()[2:])
 
     def two_layers(x: torch.Tensor, scores: torch.Tensor, *w: torch.Tensor) -> torch.Tensor:

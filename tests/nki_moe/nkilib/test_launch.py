@@ -1,6 +1,7 @@
-"""The contract: with provider="nkilib" the operators compute what they always do, through nki-library's blockwise MoE as AWS documents it:
-its layouts, what its forward keeps for its backward, its limits. What is documented is written here in torch, block by block, and takes the
-kernels' place; with NKI_LIBRARY naming the src folder of a checkout, the soak test runs AWS's kernels themselves on nki-sim.
+"""The contract: with provider="nkilib" the operators compute what they always do, through nki-library's blockwise MoE
+as AWS documents it: its layouts, what its forward keeps for its backward, its limits. What is documented is written
+here in torch, block by block, and takes the kernels' place; with NKI_LIBRARY naming the src folder of a checkout, the
+soak test runs AWS's kernels themselves on nki-sim.
 """
 
 import os
@@ -30,7 +31,8 @@ D, HIDDEN = 512, 256  # the smallest that it takes
 
 
 def forward(x: Tensor, affinities: Tensor, gate_up: Tensor, down: Tensor, blocks: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """out[t] = sum over the blocks holding t of affinity[t, e] * down_e(silu(gate_e x) * up_e x); gate and up (N, 2, I, B); what down gave."""
+    """out[t] = sum over the blocks holding t of affinity[t, e] * down_e(silu(gate_e x) * up_e x); gate and up (N, 2, I,
+    B); what down gave."""
     out, kept_gate_up, kept_down = torch.zeros_like(x), [], []
     for ids, e in blocks:
         gate, up = (x[ids] @ gate_up[e, :, i] for i in (0, 1))

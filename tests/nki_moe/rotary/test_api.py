@@ -1,5 +1,5 @@
-"""The contract: nki_moe.rope is TorchTitan's and Transformers' half-split rotation; backward turns back by the cos and sin that forward
-used; each token has its own position; kernel and torch agree to the bit.
+"""The contract: nki_moe.rope is TorchTitan's and Transformers' half-split rotation; backward turns back by the cos and
+sin that forward used; each token has its own position; kernel and torch agree to the bit.
 """
 
 import nki_moe

@@ -11,7 +11,18 @@ __all__ = ["asset_files"]
 
 
 def asset_files(source: Path, *, follow_symlinks: bool = False) -> list[tuple[str, Path]]:
-    """Generation config and tokenizer files that `source` has: name and checked path of each."""
+    """Generation config and tokenizer files of a folder.
+
+    Args:
+        source: the folder that has config.json.
+        follow_symlinks: trust links that lead out of it.
+
+    Returns:
+        Name and checked path of each file that is there.
+
+    Raises:
+        ValueError: a link leads out of the folder, or something is no file.
+    """
     found = []
     for name in COPIED_FILES:
         with suppress(FileNotFoundError):

@@ -1,6 +1,6 @@
-"""Compare two checkpoints of any format and layout, part by part, streaming.
+"""Compare two checkpoints of any format and layout, part by part, block by block.
 
-Both sides are read as parts (one tensor of the Hub's per-expert layout), so a DCP step and a Hub folder with
+Both sides are read as parts (the tensors of the Hub's per-expert layout), so that a DCP step and a Hub folder with
 fused experts line up. A tied side without a head is compared by its embedding.
 """
 
@@ -32,9 +32,8 @@ __all__ = ["Comparison", "Difference", "Model", "diff"]
 class Difference:
     """One part that is not the same on both sides.
 
-    `why` is `value`, `shape` or `dtype`; `max` and `mean` are absolute differences over all elements (NaN
-    against a number counts as infinite); `index` is the first element that differs; `a` and `b` say where it
-    is stored.
+    `why` is `value`, `shape` or `dtype`. `max` and `mean` are absolute differences over all elements, where NaN against
+    a number counts as infinite. `index` is the first element that differs. `a` and `b` say where the part is stored.
     """
 
     part: str
@@ -61,12 +60,15 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
+        """Whether nothing differs, and neither side has a part that the other lacks."""
         return not (self.different or self.missing or self.extra)
 
     def to_dict(self) -> dict[str, Any]:
+        """All fields and `equal`, for JSON."""
         return {**asdict(self), "equal": self.equal}
 
     def summary(self) -> str:
+        """The differences for people, a line each."""
         lines = [f"{self.same} parts are the same, {len(self.different)} differ"]
         for d in self.different:
             at = f"first at {list(d.index)}, {d.count} elements, max {d.max:.6g}, mean {d.mean:.6g}"
@@ -110,11 +112,12 @@ class Model:
         return Output(part, TensorInfo(dtype, shape), dtype, reads)
 
     def place(self, part: str) -> str:
-        """Where a part is stored: `tensor in file`."""
+        """The place where a part is stored: `tensor in file`."""
         tensor = self.reading.runs[part][0].tensor
         return f"{tensor} in {self.source.tensors[tensor].file or self.source.kind}"
 
     def close(self) -> None:
+        """Close open files."""
         self.source.close()
 
 
@@ -177,8 +180,18 @@ def diff(
 ) -> Comparison:
     """Compare two checkpoints.
 
+    Args:
+        a: a folder, cache snapshot or Hub id, in any format and layout.
+        b: another one.
+        follow_symlinks: trust links that lead out of a folder.
+        progress: told the bytes done and the bytes in all, after each block.
+
+    Returns:
+        What differs, part by part.
+
     Raises:
-        FileNotFoundError, ValueError: one of them cannot be read; see `open_source` and `read_names`.
+        FileNotFoundError: one of them is not there.
+        ValueError: one of them cannot be read; see `open_source` and `read_names`.
     """
     one, other = (Model(x, follow_symlinks=follow_symlinks) for x in (a, b))
     try:

@@ -1,7 +1,7 @@
 """config.json: what is read of it, and that it fits the tensors.
 
-Sizes come from the tensors. What tensors cannot tell (theta, eps, top-k, tying, dtype) comes from config.json. Where the
-two overlap and disagree, that is an error and never a choice made in silence.
+Sizes come from the tensors. What tensors cannot tell (theta, eps, top-k, tying, dtype) comes from config.json. Where
+the two overlap and disagree, that is an error and never a choice made in silence.
 """
 
 from __future__ import annotations
@@ -37,10 +37,18 @@ _NEEDED_MOE = ("num_experts_per_tok", "norm_topk_prob")
 
 
 def load_config(folder: Path, *, follow_symlinks: bool = False) -> dict[str, Any]:
-    """`config.json` of a folder.
+    """Read config.json.
+
+    Args:
+        folder: the folder that has it.
+        follow_symlinks: trust a link that leads out of the folder.
+
+    Returns:
+        Its content.
 
     Raises:
-        FileNotFoundError: there is none. ValueError: it is not a JSON object.
+        FileNotFoundError: there is none.
+        ValueError: it is not a JSON object, or says something twice.
     """
     try:
         path = regular_file(folder, CONFIG, follow_symlinks=follow_symlinks)
@@ -56,8 +64,9 @@ def load_config(folder: Path, *, follow_symlinks: bool = False) -> dict[str, Any
 
 
 def tied(config: Mapping[str, Any]) -> bool:
-    """Whether embedding and head are one matrix. Only the outermost setting counts; absent means untied,
-    as in transformers' Qwen3Config.
+    """Whether embedding and head are one matrix.
+
+    Only the outermost setting counts. Absent means untied, as in transformers' Qwen3Config.
 
     Raises:
         ValueError: it is neither true nor false.
@@ -142,7 +151,10 @@ def check_config(config: Mapping[str, Any], sizes: Sizes, *, vocab_size: int) ->
     Args:
         config: as loaded.
         sizes: from `sizes_of`.
-        vocab_size: rows of the embedding that will be written (padding already trimmed).
+        vocab_size: rows of the embedding that will be written, without padding.
+
+    Returns:
+        `config` with every size.
 
     Raises:
         ValueError: a size that the config states and the tensors deny, a fact that is in neither, or one that
@@ -183,7 +195,16 @@ def check_config(config: Mapping[str, Any], sizes: Sizes, *, vocab_size: int) ->
 
 
 def config_bytes(config: Mapping[str, Any], *, dtype: torch.dtype | None, tie: bool) -> bytes:
-    """`config.json` as published, its dtype (under the names it used) and tying as the tensors now are."""
+    """config.json as it is published.
+
+    Args:
+        config: as `check_config` returned it.
+        dtype: dtype of the tensors, written under the names that the config used; None leaves it as it is.
+        tie: whether embedding and head are one matrix.
+
+    Returns:
+        The bytes of the file.
+    """
     result = dict(config)
     if dtype is not None:
         word = str(dtype).removeprefix("torch.")
@@ -194,7 +215,7 @@ def config_bytes(config: Mapping[str, Any], *, dtype: torch.dtype | None, tie: b
 
 
 def check_layers(config: Mapping[str, Any], reading: Reading) -> None:
-    """Which layers are MoE, by the config's rule and by the tensors."""
+    """ValueError unless the config's rule and the tensors agree on which layers are mixtures of experts."""
     count = config.get("num_experts") or 0
     step, dense = config.get("decoder_sparse_step") or 1, set(config.get("mlp_only_layers") or ())
     moe = config.get("model_type", "qwen3_moe" if count else "qwen3") == "qwen3_moe" and count > 0
@@ -213,7 +234,7 @@ def check_layers(config: Mapping[str, Any], reading: Reading) -> None:
 
 
 def fit_config(config: Mapping[str, Any], sizes: Sizes, vocab_size: int) -> dict[str, Any]:
-    """`config` with every size replaced by what the tensors say; `layer_types` repeated when all are one
+    """`config` with every size replaced by what the tensors say, and `layer_types` repeated when all are of one
     kind."""
     told = {name: value for name, value in vars(sizes).items() if value}
     kind = "qwen3_moe" if sizes.num_experts else "qwen3"

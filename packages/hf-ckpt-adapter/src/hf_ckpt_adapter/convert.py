@@ -1,11 +1,10 @@
 """Convert a checkpoint into another layout, and publish the result as a whole folder.
 
-Every conversion is the same three steps: open a source, plan, move rows into files. What differs is the kind
-of file (`HubFolder`, `TitanFolder`) and the small files beside the weights.
+Every conversion has the same three steps: open a source, plan, move rows into files. The kind of file differs
+(`HubFolder`, `TitanFolder`), and so do the small files beside the weights.
 
-Peak memory is a fixed part (the interpreter and torch), plus (POOL + 2) x max(BLOCK, the widest row) for
-blocks (10 MiB, see `stream.py`), plus about 2 kB for each tensor name. It does not depend on the size of the
-model or of a tensor.
+Peak memory is a fixed part (the interpreter and torch), plus (POOL + 2) x max(BLOCK, the widest row) for blocks (10
+MiB, see `stream.py`), plus about 2 kB for each tensor name. It does not depend on the size of the model or of a tensor.
 """
 
 from __future__ import annotations
@@ -65,6 +64,9 @@ def convert_checkpoint(
         follow_symlinks: trust links that lead out of the source folder.
         progress: told the bytes done and the bytes in all, after each block.
 
+    Returns:
+        What was read, written, changed and left behind.
+
     Raises:
         FileNotFoundError: no checkpoint, no config, or files missing from it.
         ValueError: tensors that do not make up the model in config.json, or hostile files.
@@ -113,10 +115,18 @@ def export_step(
         out: the folder to make.
         dtype: `bfloat16`, `float32`, ...; None means what config.json says.
         options: see `Options`; its `experts` chooses the expert layout.
-        assets, overwrite, progress: as `convert_checkpoint` has them.
+        assets: a folder with config.json and tokenizer instead of the checkpoint's own.
+        overwrite: replace `out` if it is there and holds nothing but a checkpoint.
+        progress: told the bytes done and the bytes in all, after each block.
+
+    Returns:
+        What was read, written, changed and left behind.
 
     Raises:
-        As `convert_checkpoint`, which has a few more settings.
+        FileNotFoundError: no checkpoint, no config, or files missing from it.
+        ValueError: tensors that do not make up the model in config.json, or hostile files.
+        FileExistsError: `out` is there.
+        BlockingIOError: another process is writing `out`.
     """
     options = options or Options()
     if dtype is not None:
@@ -128,7 +138,7 @@ def export_step(
 
 
 def _fingerprint(folder: Path, plan: Plan, options: Options) -> str:
-    """What is written from what: every output with its reads, and the identity of every source file."""
+    """A digest of every output with its reads, and of the identity of every source file."""
     files = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in folder.iterdir() if p.is_file()]
     digest = hashlib.sha256(json.dumps([os.path.realpath(folder), sorted(files)]).encode())
     digest.update(json.dumps([plan.layout, plan.config, plan.tie, str(options)], default=str).encode())

@@ -49,9 +49,11 @@ class Description:
     problems: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
+        """All fields, for JSON."""
         return asdict(self)
 
     def summary(self) -> str:
+        """The facts for people, problems last."""
         head = {True: "tied", False: "untied", None: "no config"}[self.tied]
         lines = [
             f"{self.folder}: {self.model}, {self.kind} with {self.dialect} names, {head}",
@@ -76,11 +78,20 @@ def describe(
     follow_symlinks: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Description:
-    """Look at a checkpoint's names and shapes; with `values`, read it all and count what is not a finite
-    number.
+    """Look at a checkpoint's names and shapes.
+
+    Args:
+        name: a folder, cache snapshot or Hub id.
+        values: read everything too, and count what is not a finite number.
+        follow_symlinks: trust links that lead out of the folder.
+        progress: told the bytes done and the bytes in all, after each block.
+
+    Returns:
+        The facts, and problems in words.
 
     Raises:
-        FileNotFoundError, ValueError: it cannot be opened at all. What can be said in words is in `problems`.
+        FileNotFoundError: there is no such checkpoint.
+        ValueError: it cannot be opened at all.
     """
     model = Model(name, follow_symlinks=follow_symlinks)
     try:

@@ -24,7 +24,17 @@ Progress = Callable[[int, int], None]
 
 
 class Folder:
-    """What the two kinds of output share: files of tensors, each kept if an earlier run finished it."""
+    """What the two kinds of output share: files of tensors, then small files beside them.
+
+    Args:
+        staging: the folder under construction.
+        plan: what is written.
+        options: for the size of a shard.
+        report: where bytes and files are counted.
+        side: native-only state by native name.
+        assets_dir: where the tokenizer is copied from.
+        follow_symlinks: trust links that lead out of `assets_dir`.
+    """
 
     kind = ""
 
@@ -47,12 +57,15 @@ class Folder:
         report.files = list(self.files)
 
     def file_names(self, count: int) -> list[str]:
+        """Names of `count` files of tensors."""
         raise NotImplementedError
 
     def write_file(self, name: str, outputs: list[Output], source: TensorSource, count: Callable[[int], None]) -> None:
+        """Write one file of tensors and note it; `count` is told the bytes of each block."""
         raise NotImplementedError
 
     def write_rest(self) -> None:
+        """Write what lies beside the tensors."""
         raise NotImplementedError
 
     def write(self, source: TensorSource, progress: Progress | None) -> None:

@@ -21,9 +21,11 @@ class HubFolder(Folder):
     kind = "hub"
 
     def file_names(self, count: int) -> list[str]:
+        """Names of `count` files of tensors."""
         return [shard_file(i, count) for i in range(1, count + 1)]
 
     def write_file(self, name: str, outputs: list[Output], source: TensorSource, count: Callable[[int], None]) -> None:
+        """Write one file of tensors and note it; `count` is told the bytes of each block."""
         sums = {}
         with self.staging.file(name) as file:
             file.write(header_bytes({o.name: o.info for o in outputs}))
@@ -35,6 +37,7 @@ class HubFolder(Folder):
         self.staging.note(name, {"sums": sums})
 
     def write_rest(self) -> None:
+        """Write native-only state, index, config and tokenizer."""
         if self.side:
             with self.staging.file(SIDE_FILE) as file:
                 file.write(side_file_bytes(self.side))

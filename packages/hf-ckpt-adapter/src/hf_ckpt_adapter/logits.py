@@ -1,8 +1,8 @@
 """Compare what two checkpoints of one model compute: `python -m hf_ckpt_adapter.logits EXPORT SOURCE`.
 
-A program of its own, so that the package itself never imports a modelling library. It uses Transformers, or
-qwen3-core where that is what is installed. Both sides run in float32; the source is first rounded to the
-dtype that the export has, so that a cast on export is not counted as a difference. Prints one line of JSON.
+This is a program of its own, so that the package itself never imports a modelling library. It uses Transformers, or
+qwen3-core where that is what is installed. Both sides run in float32. The source is first rounded to the dtype that the
+export has, so that a cast on export does not count as a difference. It prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def compare_logits(export: str, source: str) -> dict[str, Any]:
         if differ:
             part = min(differ)
             raise ValueError(
-                f"these are two models: {part} is {list(one.parts[part])} in {export} and {list(other.parts[part])} in {source}"
+                f"these are two models: {part} is {list(one.parts[part])} in {export} and {list(other.parts[part])} "
+                f"in {source}"
             )
         state, dtypes = _state(one)
         reference = {p: t.to(dtypes[p]).float() if p in dtypes else t for p, t in _state(other)[0].items()}

@@ -30,8 +30,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor to write, and the reads that fill it. `witness` are reads of the same rows that must be
-    equal."""
+    """A tensor to write, and the reads that fill it. `witness` are reads of rows that must be equal to them."""
 
     name: str
     info: TensorInfo
@@ -64,7 +63,15 @@ class Plan:
 
 
 def resolve(target: Target, reading: Reading) -> tuple[Read, ...]:
-    """Turn pieces of parts into reads of stored tensors, neighbouring reads merged."""
+    """Turn a target's pieces of parts into reads of stored tensors.
+
+    Args:
+        target: what is written.
+        reading: where the rows of each part lie.
+
+    Returns:
+        Reads in order, neighbouring ones merged.
+    """
     reads: list[Read] = []
 
     def add(tensor: str | None, row: int, rows: int) -> None:

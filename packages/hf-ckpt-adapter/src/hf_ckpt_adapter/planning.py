@@ -34,6 +34,10 @@ def make_plan(source: TensorSource, config: Mapping[str, Any], layout: Layout, o
         source: what is read; only its names, shapes and dtypes are used here.
         config: the model's `config.json`.
         layout: what is written.
+        options: the caller's choices.
+
+    Returns:
+        Every output with its reads, and the config to publish.
 
     Raises:
         ValueError: tensors unknown, missing, doubled, of wrong shape, or in contradiction with the config.
@@ -121,6 +125,7 @@ def _output(target: Target, reading: Reading, tensors: Mapping[str, TensorInfo],
 
 
 def refuse_unexpected(reading: Reading) -> None:
+    """ValueError for tensors that the table does not know: how many, and for five of them the nearest known name."""
     if not reading.unexpected:
         return
     known = [s.name for s in SPELLINGS]

@@ -1,8 +1,8 @@
-"""State that only TorchTitan has (expert load-balancing bias, counters): beside an export, and back on
-import.
+"""State that only TorchTitan has (the experts' load-balancing bias, counters): it lies beside an export and comes back.
 
-It lies in a folder of its own, where neither Transformers nor a server that globs `*.safetensors` takes it
-for weights. It is small: a vector of experts for each layer.
+It has a folder of its own, where neither Transformers nor a server that globs `*.safetensors` takes it for weights. It
+is
+small: one number for each expert of each layer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,16 @@ _NAME = re.compile(r"layers\.(0|[1-9][0-9]{0,3})\.moe\.(expert_bias_E|tokens_per
 def read_side_state(
     source: TensorSource, reading: Reading, folder: Path, *, follow_symlinks: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Native-only state by native name: from the checkpoint itself, or from the side file of an export.
+    """Native-only state by native name, out of the checkpoint itself or out of the side file of an export.
+
+    Args:
+        source: the opened checkpoint.
+        reading: what its names are.
+        folder: the checkpoint's folder.
+        follow_symlinks: trust links that lead out of it.
+
+    Returns:
+        Native name -> tensor; empty when there is none.
 
     Raises:
         ValueError: the side file is hostile, holds anything else, or is too large for what it is.
@@ -64,8 +73,7 @@ def _read(source: TensorSource, names: Mapping[str, str], where: str) -> dict[st
 
 
 def check_side(state: Mapping[str, torch.Tensor], plan: Plan) -> None:
-    """ValueError when native-only state is not of this model: one number for each expert of a MoE
-    layer."""
+    """ValueError unless native-only state has one number for each expert of MoE layers that this model has."""
     for name, tensor in state.items():
         layer = int(name.split(".")[1])
         if layer not in plan.reading.experts or tuple(tensor.shape) != (plan.sizes.num_experts,):

@@ -28,8 +28,10 @@ def _cache() -> Path:
 
 
 def find(name: str | os.PathLike[str]) -> Path:
-    """The folder that `name` means: a folder as it is, `models--org--name` its main snapshot,
-    `org/name[@revision]` the snapshot in the local Hub cache.
+    """The folder that `name` means.
+
+    A folder means itself, `models--org--name` its main snapshot, and `org/name[@revision]` the snapshot of that Hub id
+    in the local cache.
 
     Raises:
         FileNotFoundError: no such thing here, with the command that would fetch a Hub id.
@@ -70,6 +72,13 @@ def _snapshot(repository: Path, revision: str) -> Path:
 def open_source(folder: Path, *, follow_symlinks: bool = False) -> TensorSource:
     """Open a DCP step folder or a Hugging Face folder for reading by rows.
 
+    Args:
+        folder: the folder; nothing in it is written.
+        follow_symlinks: trust links that lead out of it.
+
+    Returns:
+        Its tensors.
+
     Raises:
         FileNotFoundError: it is neither, or files are missing.
         ValueError: a conversion of ours that never finished, or hostile files.
@@ -79,8 +88,8 @@ def open_source(folder: Path, *, follow_symlinks: bool = False) -> TensorSource:
         weights = sorted(p.name for p in folder.glob("*.safetensors"))
         if weights:
             raise ValueError(
-                f"{folder} holds a DCP checkpoint ({METADATA}) and {', '.join(weights[:3])}: which of them is the model? "
-                "Move one of them to a folder of its own."
+                f"{folder} holds a DCP checkpoint ({METADATA}) and {', '.join(weights[:3])}: which of them is the "
+                "model? Move one of them to a folder of its own."
             )
         return DcpFolder(folder, follow_symlinks=follow_symlinks)
     if next(folder.glob("*.distcp"), None) is not None:
@@ -92,6 +101,5 @@ def open_source(folder: Path, *, follow_symlinks: bool = False) -> TensorSource:
 
 
 def assets_of(folder: Path, *, follow_symlinks: bool = False) -> Path:
-    """Where a checkpoint keeps its config and tokenizer: beside the weights on the Hub, in `assets/` for
-    DCP."""
+    """The folder of a checkpoint's config and tokenizer: the folder itself on the Hub, `assets/` for DCP."""
     return inner_folder(folder, ASSETS, follow_symlinks=follow_symlinks) if is_dcp(folder) else folder

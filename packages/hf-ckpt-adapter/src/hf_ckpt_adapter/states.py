@@ -22,8 +22,7 @@ __all__ = ["Converted", "convert_state"]
 
 @dataclass
 class Converted:
-    """The state in its new layout; `side` is native-only state by native name; `dropped` are computed
-    buffers."""
+    """The state in its new layout. `side` is native-only state by native name, `dropped` are computed buffers."""
 
     tensors: dict[str, torch.Tensor]
     side: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -46,11 +45,13 @@ def convert_state(
             under both names (the same tensor) in a TorchTitan layout.
         dialect: `hub` or `native`, when `state` may hold no layer to tell them apart.
 
+    Returns:
+        The tensors by their new names. A DTensor that must be unfolded is gathered, which every rank of its mesh has to
+        take part in.
+
     Raises:
         ValueError: names that the table does not know (all counted, five shown), adapters, collisions,
             experts that are not all there, a tied head that is not the embedding.
-
-    A DTensor that must be unfolded is gathered, which every rank of its mesh has to take part in.
     """
     reading = read_names({name: tuple(t.shape) for name, t in state.items()}, dialect=dialect)
     refuse_unexpected(reading)

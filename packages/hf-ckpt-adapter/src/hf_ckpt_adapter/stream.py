@@ -67,9 +67,16 @@ def _fill(
 
 
 def blocks(source: TensorSource, output: Output, reads: tuple[Read, ...]) -> Iterator[tuple[memoryview, torch.Tensor]]:
-    """The rows of `reads` in the stored dtype, as bytes and as a tensor [n, cols] on the same memory.
+    """Read rows block by block.
 
-    The memory is used again for the next block.
+    Args:
+        source: what is read.
+        output: for the dtype and the width of its rows.
+        reads: which rows.
+
+    Returns:
+        Each block in the stored dtype, as bytes and as a tensor [n, cols] on the same memory, which the next block
+        uses again.
     """
     data, tensor = buffer(output.stored, (_rows(output), output.info.cols))
     row_bytes = output.info.cols * output.stored.itemsize
@@ -124,8 +131,7 @@ class _CallerGone(Exception):
 
 
 class _Reader(threading.Thread):
-    """Puts blocks into `ready`, in memory taken from `free`; an exception is put there too, None at the
-    end."""
+    """Puts blocks into `ready`, in memory taken from `free`; also an exception, and None at the end."""
 
     def __init__(self, source: TensorSource, outputs: Iterable[Output]) -> None:
         super().__init__(name="checkpoint reader", daemon=True)

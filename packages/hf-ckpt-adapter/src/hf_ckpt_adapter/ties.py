@@ -14,9 +14,18 @@ __all__ = ["settle_tie", "with_witness"]
 
 
 def settle_tie(plan: Plan, parts: dict[str, Shape], options: Options) -> str | None:
-    """Decide whether the model is tied and which of the two matrices is written under its own bytes.
+    """Decide whether the model is tied, and which of the two matrices is written.
 
-    Returns the head's stored name when the embedding has to be compared with it.
+    Args:
+        plan: its `tie`, `notes` and `reading` are settled.
+        parts: shapes of what will be written; the head goes or comes.
+        options: the caller's choices.
+
+    Returns:
+        The head's stored name when the embedding has to be compared with it, otherwise None.
+
+    Raises:
+        ValueError: the config ties two matrices of different shapes.
     """
     if not plan.tie or HEAD not in parts:
         if plan.tie and plan.to_hub and options.head == "write" and EMBED in parts:
@@ -39,8 +48,10 @@ def settle_tie(plan: Plan, parts: dict[str, Shape], options: Options) -> str | N
 
 
 def with_witness(output: Output, twin: str, vocab: int, source: TensorSource) -> Output:
-    """The embedding, to be compared with the stored head while it is read; as it is when both are one
-    region."""
+    """The embedding, to be compared with the stored head `twin` while it is read.
+
+    It stays as it is when both are one region of the files.
+    """
     info = source.tensors[twin]
     same = getattr(source, "same_bytes", None)
     stored = output.reads[0].tensor

@@ -24,9 +24,11 @@ class TitanFolder(Folder):
     kind = "dcp"
 
     def file_names(self, count: int) -> list[str]:
+        """Names of `count` files of tensors."""
         return [chunk_file(i) for i in range(count)]
 
     def write_file(self, name: str, outputs: list[Output], source: TensorSource, count: Callable[[int], None]) -> None:
+        """Write one file of tensors and note it; `count` is told the bytes of each block."""
         sums: dict[str, str] = {}
         chunks: dict[str, list[tuple[int, int, int, int]]] = {}
         offset = 0
@@ -45,6 +47,7 @@ class TitanFolder(Folder):
         self.staging.note(name, {"sums": sums, "chunks": chunks})
 
     def write_rest(self) -> None:
+        """Write native-only state, config, tokenizer and, last, the metadata."""
         infos = {o.name: o.info for o in self.plan.outputs}
         chunks = {
             tensor: [SavedChunk(start, count, file, offset, length) for start, count, offset, length in boxes]

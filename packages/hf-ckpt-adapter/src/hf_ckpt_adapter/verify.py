@@ -45,12 +45,15 @@ class Verification:
 
     @property
     def ok(self) -> bool:
+        """Whether no check failed."""
         return all(check.ok for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
+        """All fields and `ok`, for JSON."""
         return {**asdict(self), "ok": self.ok}
 
     def summary(self) -> str:
+        """The checks for people, a line each."""
         lines = [f"{self.folder}: {'verified' if self.ok else 'FAILED'}"]
         return "\n".join(lines + [f"  {'ok  ' if c.ok else 'FAIL'} {c.name}: {c.detail}" for c in self.checks])
 
@@ -62,8 +65,19 @@ def verify(
     follow_symlinks: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Verification:
-    """Check marker, file sizes, the checksum of every tensor and of every other file, config against shapes, a second reader's opinion,
-    and, with `logits`, that the model computes what another checkpoint of it computes.
+    """Check marker, file sizes, the checksum of every tensor and of every other file, and the config against the
+    shapes.
+
+    A second reader's opinion is asked as well.
+
+    Args:
+        name: a folder, cache snapshot or Hub id.
+        logits: another checkpoint of the model, which must compute the same.
+        follow_symlinks: trust links that lead out of the folder.
+        progress: told the bytes done and the bytes in all, after each block.
+
+    Returns:
+        Every check with what it found.
 
     Raises:
         FileNotFoundError: no such folder, here or for `logits`.

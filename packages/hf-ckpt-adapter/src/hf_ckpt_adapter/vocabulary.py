@@ -12,8 +12,7 @@ from .plan import Plan
 
 __all__ = ["MAX_PADDING", "size_vocabulary", "vocabulary"]
 
-# The most rows that rounding a vocabulary up for tensor parallelism adds; more is not padding but a wrong
-# config.
+# The most rows that rounding a vocabulary up for tensor parallelism adds; with more, the config is wrong.
 MAX_PADDING = 1024
 
 
@@ -24,8 +23,19 @@ def vocabulary(config: Mapping[str, Any], rows: int) -> int:
 
 
 def size_vocabulary(plan: Plan, parts: dict[str, Shape], options: Options) -> int:
-    """Trim embedding and head to the config's vocabulary and pad them to a multiple; the rows that come from
-    the source."""
+    """Trim embedding and head to the config's vocabulary, and pad them to a multiple.
+
+    Args:
+        plan: its config and sizes are read; what is trimmed is noted in it.
+        parts: shapes of what will be written, which get the new number of rows.
+        options: the caller's choices.
+
+    Returns:
+        How many rows come from the source.
+
+    Raises:
+        ValueError: an export would not take so many rows for padding.
+    """
     stored = plan.sizes.vocab_size
     vocab = stored if options.fit_config else vocabulary(plan.config, stored)
     if vocab != stored:

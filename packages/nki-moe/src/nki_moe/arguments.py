@@ -1,4 +1,4 @@
-"""What torch itself would not tell a caller of the operators: arguments on several devices, and derivatives that it drops."""
+"""Mistakes that torch itself would pass over: arguments on several devices, and derivatives that it drops."""
 
 from typing import NoReturn
 
@@ -10,7 +10,10 @@ __all__ = ["need_one_device", "no_second_derivative", "refuse_forward_mode"]
 
 
 def need_one_device(**tensors: Tensor) -> None:
-    """ValueError unless all are on one device: torch runs an operator where one of them is, whatever the others hold."""
+    """ValueError unless all are on one device.
+
+    Torch runs an operator on the device of one of them, whatever the others hold.
+    """
     if len({t.device for t in tensors.values()}) > 1:
         found = ", ".join(f"{name} on {t.device}" for name, t in tensors.items())
         raise ValueError(f"{found}; expected one device for all. Move them with .to(device)")
@@ -27,6 +30,7 @@ def refuse_forward_mode(*tensors: Tensor) -> None:
 def no_second_derivative(*_: object) -> NoReturn:
     """The backward of an operator's backward."""
     raise NotImplementedError(
-        "nki_moe.grouped_mlp and routed_mlp can be differentiated once; a second derivative (create_graph=True) needs the "
+        "nki_moe.grouped_mlp and routed_mlp can be differentiated once; a second derivative (create_graph=True) needs "
+        "the "
         "plain formula, nki_moe.experts.reference"
     )

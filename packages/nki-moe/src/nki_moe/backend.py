@@ -6,7 +6,8 @@
 
 Unset, a `neuron` device gets `nki` and every other device `torch`. What was asked for and is missing is an error.
 
-Whose kernels they are is the caller's argument: provider="own", or "nkilib" for AWS's nki-library, which has no torch to run.
+Whose kernels they are is the caller's argument: provider="own", or "nkilib" for AWS's nki-library, which has no torch
+to run.
 """
 
 import os
@@ -29,7 +30,14 @@ _REMEDY = {
 
 
 def choose(device_type: str, provider: str = "own") -> Backend:
-    """The backend for tensors on `device_type`.
+    """The backend for tensors on a device.
+
+    Args:
+        device_type: as `torch.device.type` has it.
+        provider: whose kernels, "own" or "nkilib".
+
+    Returns:
+        "torch", "sim" or "nki".
 
     Raises:
         ValueError: an unknown backend or provider, or a provider that the backend does not have.
@@ -43,7 +51,8 @@ def choose(device_type: str, provider: str = "own") -> Backend:
     if provider == "nkilib" and name == "torch":
         raise ValueError(
             f"provider='nkilib' is a choice between kernels, and here ({device_type!r} tensors, {VARIABLE} "
-            f"{os.environ.get(VARIABLE) or 'unset'}) plain torch runs; use provider='own', or {VARIABLE}=sim to simulate AWS's kernels"
+            f"{os.environ.get(VARIABLE) or 'unset'}) plain torch runs; use provider='own', or {VARIABLE}=sim to "
+            "simulate AWS's kernels"
         )
     missing = [module for module in _NEEDS[name] if not _exists(module)]
     if missing:

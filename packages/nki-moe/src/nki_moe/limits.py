@@ -1,4 +1,4 @@
-"""What the kernels can do, answered without running them: nki_moe.check(rows, experts, hidden, dim) and check_rope(...).
+"""What the kernels can do, answered without running them: nki_moe.check(...) and nki_moe.check_rope(...).
 
 The SBUF that each kernel needs, and how far F and D are split so that it suffices. hardware.py has the sizes.
 """
@@ -16,7 +16,10 @@ MAX_EXPERTS = 512  # a launch's tables stay small; Qwen3 has 128
 
 
 class Split(NamedTuple):
-    """Into how many parts F and D are cut so that SBUF holds the weights of one, or `whole`: an expert at once, in one pass."""
+    """Into how many parts F and D are cut, so that SBUF holds the weights of one part.
+
+    `whole` means that it holds an expert at once, and that there is one pass.
+    """
 
     f_splits: int
     d_splits: int
@@ -24,7 +27,8 @@ class Split(NamedTuple):
 
 
 class SumSplit(NamedTuple):
-    """Into how many parts a core's share of F is cut so that SBUF holds its sums; F, of experts of one tile, which need no sums; and D."""
+    """Into how many parts a core's share of F is cut, so that SBUF holds its sums; and F of experts of one tile, which
+    need no sums; and D."""
 
     f_splits: int
     f_splits_alone: int
@@ -33,7 +37,7 @@ class SumSplit(NamedTuple):
 
 @dataclass(frozen=True)
 class Fit:
-    """How a shape runs: cores of a logical NeuronCore, each kernel's splits, and the SBUF bytes per partition of the largest."""
+    """How a shape runs: cores of a logical NeuronCore, each kernel's splits, and the most SBUF bytes per partition."""
 
     lnc: int
     forward: Split
@@ -43,9 +47,21 @@ class Fit:
 
 
 def check(rows: int, experts: int, hidden: int, dim: int, *, dtype: object = "bfloat16", lnc: int | None = None) -> Fit:
-    """How the expert kernels run x (rows, dim) with w1 (experts, hidden, dim), or ValueError with the nearest valid sizes.
+    """Say how the expert kernels run x (rows, dim) with w1 (experts, hidden, dim).
 
-    Any number of rows is valid (for none, nothing is launched). dtype is a torch dtype or its name; lnc defaults to the environment's (logical_cores).
+    Args:
+        rows: rows of x; any number is valid, and for none nothing is launched.
+        experts: experts on this core.
+        hidden: hidden size F of an expert.
+        dim: model size D.
+        dtype: a torch dtype or its name, bfloat16 or float32.
+        lnc: physical cores of a logical NeuronCore; the environment's (logical_cores) unless given.
+
+    Returns:
+        Into how many parts each kernel cuts its work, and the SBUF that it needs.
+
+    Raises:
+        ValueError: the shape does not run, with the nearest sizes that do.
     """
     lnc = logical_cores() if lnc is None else lnc
     if lnc not in (1, 2):
@@ -63,7 +79,8 @@ def check(rows: int, experts: int, hidden: int, dim: int, *, dtype: object = "bf
             low, high = size // unit * unit, max(-(-size // unit), 1) * unit
             near = f"{low} or {high}" if low > 0 else f"{high}"
             raise ValueError(
-                f"{what} {size}: must be a multiple of {unit} (128 partitions on each of {lnc} cores); nearest: {near}. "
+                f"{what} {size}: must be a multiple of {unit} (128 partitions on each of {lnc} cores); nearest: "
+                f"{near}. "
                 + ("LNC=1 halves the unit. " if lnc == 2 else "")
                 + "Tensor parallelism divides F; choose a degree that leaves a multiple"
             )
@@ -72,7 +89,8 @@ def check(rows: int, experts: int, hidden: int, dim: int, *, dtype: object = "bf
     tables = 80 * experts + 4096  # tiling.py's, and what is small
     gathered = dim * b if b == 4 else 0  # float32 rows are gathered before they are transposed
 
-    # Bytes per partition with f blocks of F's weights and d of D's at hand: weights, a tile's input, what is computed from it.
+    # Bytes per partition with f blocks of F's weights and d of D's at hand: weights, a tile's input, what is computed
+    # from it.
     def forward_f(f: int, d: int) -> int:  # with room for a tail and a full tile where the whole expert is
         tile = max(D * TILE * b * (2 if d else 1), dim * b)
         return 2 * D * f * P * b + d * F * P * b + tile + max(gathered, 3 * f * TILE * b + 2 * TILE * 4 + out(d))
@@ -106,7 +124,8 @@ def check(rows: int, experts: int, hidden: int, dim: int, *, dtype: object = "bf
                 used.append(tables + need(blocks // n))
                 return n
         raise ValueError(
-            f"{where}, {kernel}, needs {tables + need(1)} bytes of SBUF per partition however it is split; there are {SBUF_BYTES}. "
+            f"{where}, {kernel}, needs {tables + need(1)} bytes of SBUF per partition however it is split; there are "
+            f"{SBUF_BYTES}. "
             "Shard D or F (tensor parallelism), or use LNC=2 or bfloat16"
         )
 
@@ -125,7 +144,17 @@ def check(rows: int, experts: int, hidden: int, dim: int, *, dtype: object = "bf
 
 
 def check_rope(rows: int, head_dim: int, *, dtype: object = "bfloat16", lnc: int | None = None) -> None:
-    """ValueError, with the nearest valid sizes, unless the RoPE kernel takes `rows` tokens (batch x length) of such heads."""
+    """Raise unless the RoPE kernel takes these heads.
+
+    Args:
+        rows: tokens, batch x length.
+        head_dim: size of a head.
+        dtype: a torch dtype or its name, bfloat16 or float32.
+        lnc: physical cores of a logical NeuronCore; the environment's (logical_cores) unless given.
+
+    Raises:
+        ValueError: the shape does not run, with the nearest sizes that do.
+    """
     lnc = logical_cores() if lnc is None else lnc
     name = str(dtype).removeprefix("torch.")
     if name not in BYTES:

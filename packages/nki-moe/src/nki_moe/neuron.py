@@ -1,7 +1,7 @@
 """The operators on Trainium: the kernels as `torch_neuronx.nki_op`s, registered when a neuron tensor first needs them.
 
-What torch_neuronx asks of such a function (2.14, from AWS's documentation): every argument annotated; it calls the kernel, and is
-its own fake implementation; what is no tensor is a hashable constant; gradients are ours to register.
+What torch_neuronx asks of such a function (2.14, from AWS's documentation): every argument annotated; it calls the
+kernel, and is its own fake implementation; what is no tensor is a hashable constant; gradients are ours to register.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -28,10 +28,18 @@ _checked: dict[tuple[str, str], bool] = {}
 
 @torch.compiler.assume_constant_result
 def register(device_type: str, kernels: Kernels = "own") -> bool:
-    """Make torch.ops.nki_moe.{grouped_mlp_nki, ..., rope_nki} exist, and prove these kernels once on a small input of known answer.
+    """Make torch.ops.nki_moe.{grouped_mlp_nki, ..., rope_nki} exist, and prove these kernels once on a small input.
 
-    RuntimeError, with the versions at hand, when the kernels' answer is not torch's (case in point: SDK upgrades after which kernels
-    of an old namespace imported and returned zeros).
+    Args:
+        device_type: the device that runs them.
+        kernels: which of them to prove.
+
+    Returns:
+        True, once their answers are torch's.
+
+    Raises:
+        RuntimeError: they are not, with the versions at hand. After some SDK upgrades, kernels of an old namespace
+            imported and returned zeros.
     """
     if not hasattr(torch.ops.nki_moe, "grouped_mlp_nki"):
         _define()
@@ -53,8 +61,8 @@ def register(device_type: str, kernels: Kernels = "own") -> bool:
 def run(kernel: Any, lnc: int, *tensors: Tensor, **constants: Any) -> Any:
     """Launch on the pair of cores (or the one) of a logical NeuronCore.
 
-    A kernel is compiled for its sizes: where torch.compile has made one symbolic, it is fixed here, with a guard; and for tensors that
-    lie in memory in order.
+    A kernel is compiled for its sizes: where torch.compile has made one symbolic, it is fixed here, with a guard; and
+    for tensors that lie in memory in order.
     """
     import torch_neuronx
 
@@ -81,7 +89,8 @@ def _define() -> None:
 
 
 def self_check(device_type: str, kernels: Kernels = "own") -> None:
-    """Compare a small forward and backward with torch's; RuntimeError when they differ. Whatever the caller's grad mode is."""
+    """Compare a small forward and backward with torch's, whatever the caller's grad mode is; RuntimeError if they
+    differ."""
     with torch.inference_mode(False), torch.enable_grad():
         results = _rope_results(device_type) if kernels == "rope" else _expert_results(device_type, kernels)
     for name, (found, expected) in results.items():
@@ -90,9 +99,12 @@ def self_check(device_type: str, kernels: Kernels = "own") -> None:
         if not error < 2e-2:
             zeros = " (all zeros)" if not found.any() else ""
             raise RuntimeError(
-                f"nki-moe self-check: {kernels} kernels' {name} on a fixed small input differs from torch's by {error:.1e} relative{zeros}, "
-                f"at most 2e-2 expected. Found nki {_version('nki')}, torch-neuronx {_version('torch-neuronx')}, neuronx-cc "
-                f"{_version('neuronx-cc')}; docs/kernels.md names versions that go together. NKI_MOE_BACKEND=torch runs without kernels"
+                f"nki-moe self-check: {kernels} kernels' {name} on a fixed small input differs from torch's by "
+                f"{error:.1e} relative{zeros}, "
+                f"at most 2e-2 expected. Found nki {_version('nki')}, torch-neuronx {_version('torch-neuronx')}, "
+                "neuronx-cc "
+                f"{_version('neuronx-cc')}; docs/kernels.md names versions that go together. NKI_MOE_BACKEND=torch "
+                "runs without kernels"
             )
 
 

@@ -1,5 +1,5 @@
-"""Running kernels on nki-sim. A program is traced once for its shapes and constants, and then run on any values: a kernel that
-let a routing into its program could not work here.
+"""Running kernels on nki-sim. A program is traced once for its shapes and constants, and then run on any values: a
+kernel that let a routing into its program could not work here.
 """
 
 from importlib import import_module

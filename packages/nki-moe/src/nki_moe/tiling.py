@@ -1,9 +1,10 @@
-"""Routing as the kernels read it: a few small integer tables, computed in torch from the counts, so that no count is ever
-part of a program.
+"""Routing as the kernels read it: a few small integer tables, computed in torch from the counts, so that no count is
+ever part of a program.
 
-An expert's rows are cut into full tiles of TILE rows and, last, one tail tile: the smallest of TAIL_ROWS that holds the rest, which is never
-empty. What a tail tile lacks is read as repetitions of the expert's last row (finite, whatever lies beyond) and never written.
-What the kernels keep between passes lies in columns where each expert starts at a multiple of BLOCK.
+An expert's rows are cut into full tiles of TILE rows and, last, one tail tile: the smallest of TAIL_ROWS that holds the
+rest, which is never empty. What a tail tile lacks is read as repetitions of the expert's last row (finite, whatever
+lies beyond) and never written. What the kernels keep between passes lies in columns where each expert starts at a
+multiple of BLOCK.
 
 A core's work is a list of slots, an expert (or some of its tiles) each. There are three kinds of lists:
 
@@ -46,22 +47,12 @@ __all__ = [
 
 BLOCK = P
 BLOCKS = TILE // BLOCK
-TAIL_ROWS = (
-    32,
-    64,
-    128,
-    192,
-    256,
-    288,
-    320,
-    384,
-    512,
-)  # below 64 rows a matmul takes as long as with 64, but DMA does not
+# Below 64 rows a matmul takes as long as with 64, but DMA does not.
+TAIL_ROWS = (32, 64, 128, 192, 256, 288, 320, 384, 512)
 # A slot: whose it is, where its first full tile and its tail are, and how often each loop of a kernel runs.
 EXPERT, ROW, COLUMN, TAIL_ROW, TAIL_COLUMN = range(5)
-FULL, MIDDLE, NONE, FEW, MANY, TAILS = range(
-    5, 11
-)  # full tiles; all but one; no, few, or more rows; a tail of each size
+# Full tiles; all but one; no, few, or more rows; a tail of each size.
+FULL, MIDDLE, NONE, FEW, MANY, TAILS = range(5, 11)
 WIDTH = TAILS + len(TAIL_ROWS)
 FEW_ROWS = 64  # so few leave the Tensor Engine time to transpose weights
 WEIGHTS = 256  # an expert with fewer rows takes as long as with these: loading its weights does
@@ -78,11 +69,14 @@ def lists(cores: int) -> tuple[range, range, int]:
 
 
 class Routing(NamedTuple):
-    """The tables of one routing; all but `column_R` go to the kernels. Those of a fused edge are one zero without it."""
+    """The tables of one routing; all but `column_R` go to the kernels. Those of a fused edge are one zero without
+    it."""
 
-    plan: Tensor  # (lists, 1 + E, WIDTH) int32: in the first row the number of slots, and of BLOCKs no expert owns; then slots
-    tails: Tensor  # (P, E, 2, BLOCKS) int32: of each row of a tail tile, the row (or token) it is read from; the row it is written
-    # to, or R, which is skipped. Rows of a block are on partitions.
+    # (lists, 1 + E, WIDTH) int32: in the first row the number of slots, and of BLOCKs that no expert owns; then slots
+    plan: Tensor
+    # (P, E, 2, BLOCKS) int32: for each row of a tail tile the row (or token) that it is read from, and the row that it
+    # is written to, or R, which is skipped. Rows of a block are on partitions.
+    tails: Tensor
     factors: Tensor  # (P, E, 2, BLOCKS) float32: 1, or 0 where the row only fills the tile; that times the score
     clear: Tensor  # (R / BLOCK, BLOCK) int32: the rows of no expert, then R
     scale: Tensor  # (E, TILE) float32: the second of factors, row after row
@@ -94,8 +88,8 @@ class Routing(NamedTuple):
 
 
 def routing(counts_E: Tensor, rows: int, order_R: Tensor | None, scores_TK: Tensor | None, cores: int) -> Routing:
-    """The tables for these counts over `rows` rows. With order_R (the (token, k) pair, flat, of each row) and scores_TK,
-    rows are read from tokens."""
+    """The tables for these counts over `rows` rows. With order_R (the (token, k) pair, flat, of each row) and
+    scores_TK, rows are read from tokens."""
     counts, device = counts_E.long(), counts_E.device
     end = counts.cumsum(0)
     start = end - counts

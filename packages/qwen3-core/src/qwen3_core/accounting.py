@@ -78,6 +78,7 @@ class ParameterCount:
 
     @property
     def total(self) -> int:
+        """All parameters."""
         return sum(getattr(self, f.name) for f in fields(self) if f.name != "experts_used")
 
     @property
@@ -132,7 +133,10 @@ def forward_flops_per_token(config: Qwen3Config, length: int, causal_factor: flo
 
 
 def training_flops_per_token(config: Qwen3Config, length: int, causal_factor: float = 0.5) -> float:
-    """Forward and backward: 3 times the forward pass, work that checkpointing repeats not counted."""
+    """Floating-point operations of forward and backward for one token: 3 times the forward pass.
+
+    Work that checkpointing repeats is not counted. The arguments are those of `forward_flops_per_token`.
+    """
     return 3 * forward_flops_per_token(config, length, causal_factor)
 
 
@@ -143,13 +147,34 @@ def model_flops_utilization(
     peak_flops_per_second: float,
     causal_factor: float = 0.5,
 ) -> float:
-    """MFU, from 0 to 1: training FLOPs done in a second over the peak of all devices that took part."""
+    """Model FLOPs utilisation: training FLOPs done in a second over the peak of all devices that took part.
+
+    Args:
+        config: the model.
+        tokens_per_second: over all devices.
+        length: tokens of a sequence.
+        peak_flops_per_second: the devices' summed peak.
+        causal_factor: as for `forward_flops_per_token`.
+
+    Returns:
+        A share, from 0 to 1.
+
+    Raises:
+        ValueError: the peak is not above 0.
+    """
     if peak_flops_per_second <= 0:
         raise ValueError(f"peak_flops_per_second is {peak_flops_per_second}; expected the devices' summed peak, > 0")
     return tokens_per_second * training_flops_per_token(config, length, causal_factor) / peak_flops_per_second
 
 
 def kv_cache_bytes(config: Qwen3Config, batch: int, length: int, bytes_per_element: int = 2) -> int:
-    """Bytes of the keys and values of `batch` sequences of `length` slots, over all layers."""
+    """Bytes of the keys and values over all layers.
+
+    Args:
+        config: the model.
+        batch: sequences.
+        length: slots of each.
+        bytes_per_element: 2 for bfloat16.
+    """
     per_position = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     return per_position * batch * length * bytes_per_element

@@ -18,7 +18,17 @@ Attention: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 def scaled_dot_product_attention(q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask_B1TS: Tensor | None) -> Tensor:
-    """softmax(q kᵀ / √K) v, query head h reading key head h // (H/G), by torch's fused kernel."""
+    """softmax(q kᵀ / √K) v by torch's fused kernel; query head h reads key head h // (H/G).
+
+    Args:
+        q_BHTK: queries.
+        k_BGSK: keys.
+        v_BGSK: values.
+        mask_B1TS: bool, true where a query sees a key; None means causal, with T == S.
+
+    Returns:
+        out_BHTK, in the dtype of q.
+    """
     return F.scaled_dot_product_attention(
         q_BHTK, k_BGSK, v_BGSK, attn_mask=mask_B1TS, is_causal=mask_B1TS is None, enable_gqa=True
     )
@@ -36,6 +46,14 @@ def document_mask(positions_BT: Tensor) -> Tensor:
 
 
 def cache_mask(positions_BT: Tensor, length: int) -> Tensor:
-    """bool [B, 1, T, length]: a query at position p sees the slots 0 to p of a cache of `length` slots."""
+    """The mask of queries against a cache: a query at position p sees the slots 0 to p.
+
+    Args:
+        positions_BT: position of each query, int64.
+        length: slots of the cache.
+
+    Returns:
+        bool [B, 1, T, length].
+    """
     slots_S = torch.arange(length, device=positions_BT.device)
     return (slots_S <= positions_BT[:, :, None])[:, None]

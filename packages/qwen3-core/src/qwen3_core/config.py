@@ -130,8 +130,11 @@ class Qwen3Config:
         Understood are the forms that Transformers 4 and 5 and the Hub use: rope theta at top level, in
         `rope_parameters` or in `rope_scaling`; `type` or `rope_type`; `torch_dtype` or `dtype`; `num_experts`
         or `num_local_experts`; a nested `text_config`, over which the outer fields win. A field that is
-        absent has Transformers' default (`norm_topk_prob` and `tie_word_embeddings`: false), except that
+        absent has Transformers' default (`norm_topk_prob` and `tie_word_embeddings` are false), except that
         sizes, head_dim and rope theta have to be there.
+
+        Raises:
+            ValueError: no such file, or not a Qwen3 that is defined here.
         """
         return cls(**read(source if isinstance(source, Mapping) else load(Path(source))))
 

@@ -24,11 +24,22 @@ def generate(
     temperature: float = 0.0,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Continue every prompt to `length` tokens, prompt included: int64 [B, length].
+    """Continue every prompt to `length` tokens.
 
-    Temperature 0 takes the most probable token, else one is drawn from softmax(logits / temperature).
-    Stopping at an end token is left to the caller, since a step of fixed shape costs the same for all. Raises
-    ValueError if the prompt is empty or longer than `length`.
+    Stopping at an end token is left to the caller, since a step of fixed shape costs the same for all.
+
+    Args:
+        model: the model, on the device of the prompt.
+        prompt_BT: token ids, int64 [B, T].
+        length: tokens of a result, its prompt included.
+        temperature: 0 takes the most probable token; else one is drawn from softmax(logits / temperature).
+        generator: for drawing.
+
+    Returns:
+        Token ids, int64 [B, length].
+
+    Raises:
+        ValueError: the prompt is empty or longer than `length`.
     """
     batch, prompt = prompt_BT.shape
     if not 1 <= prompt <= length:

@@ -16,7 +16,13 @@ __all__ = ["init_weights"]
 
 @torch.no_grad()
 def init_weights(model: nn.Module, std: float, generator: torch.Generator | None = None) -> None:
-    """Fill the parameters of `model` in place, in the order of `named_parameters`: 1-D ones are norms."""
+    """Fill the parameters of a model in place, in the order of `named_parameters`; 1-D ones are norms.
+
+    Args:
+        model: a Qwen3, or a part of one.
+        std: standard deviation of all but the norms.
+        generator: for drawing.
+    """
     for parameter in model.parameters():
         if parameter.dim() == 1:
             nn.init.ones_(parameter)

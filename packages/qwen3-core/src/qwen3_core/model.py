@@ -39,6 +39,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim))
 
     def forward(self, x: Tensor) -> Tensor:
+        """The normalised rows, like x."""
         return rms_norm(x, self.weight, self.eps)
 
 
@@ -68,6 +69,7 @@ class GroupedQueryAttention(nn.Module):
         mask_B1TS: Tensor | None,
         store: KeyValueStore | None,
     ) -> Tensor:
+        """The sublayer's output, like x; `rotation` is cos and sin [B, T, K]."""
         heads = (-1, self.head_dim)
         q_BHTK = self.q_norm(self.q_proj(x_BTD).unflatten(-1, heads)).transpose(1, 2)
         k_BGSK = self.k_norm(self.k_proj(x_BTD).unflatten(-1, heads)).transpose(1, 2)
@@ -89,6 +91,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        """The sublayer's output, like x."""
         return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
 
 
@@ -109,6 +112,7 @@ class Block(nn.Module):
         mask_B1TS: Tensor | None = None,
         store: KeyValueStore | None = None,
     ) -> Tensor:
+        """The residual stream after this layer, like x."""
         x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), rotation, mask_B1TS, store)
         return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
 
@@ -127,6 +131,7 @@ class Qwen3Model(nn.Module):
         self.rotary_emb = RotaryEmbedding(config)
 
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
+        """Hidden states x_BTD; arguments as for Qwen3ForCausalLM.forward."""
         length, store, mask = tokens_BT.shape[1], None, None
         self._config.check_sequence_length(length)
         if positions_BT is None:
@@ -154,9 +159,11 @@ class TiedHead(nn.Module):
 
     @property
     def weight(self) -> Tensor:
+        """The embedding's own weight."""
         return self._body[0].embed_tokens.weight
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        """Logits [B, T, V]."""
         return F.linear(x_BTD, self.weight)
 
 
@@ -189,10 +196,18 @@ class Qwen3ForCausalLM(nn.Module):
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor | None = None, cache: KVCache | None = None) -> Tensor:
         """Logits of the next token at every position.
 
-        positions_BT (int64) count from the start of each document; a new document starts wherever they do not
-        step by one, and sees nothing of the ones before. Absent, every row is one document. With a `cache`,
-        positions are required: the slots to fill; and everything up to them is seen. Raises ValueError if T
-        is above the config's maximum.
+        Args:
+            tokens_BT: token ids, int64.
+            positions_BT: int64, counted from the start of each document. A new document starts wherever they do not
+                step by one, and sees nothing of the ones before. Absent, every row is one document.
+            cache: keys and values so far. Positions are then required: they are the slots to fill, and everything up
+                to them is seen.
+
+        Returns:
+            logits_BTV.
+
+        Raises:
+            ValueError: T is above the config's maximum, or a cache comes without positions.
         """
         return self.lm_head(self.model(tokens_BT, positions_BT, cache))
 

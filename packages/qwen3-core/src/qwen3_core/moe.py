@@ -34,6 +34,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights in the dtype of x, and int64 experts, both [T, K]."""
         scores_TE = F.linear(x_TD.float(), self.weight.float())
         weights_TK, experts_TK = scores_TE.softmax(dim=-1).topk(self.top_k, dim=-1)
         if self.normalize:
@@ -62,6 +63,7 @@ class MixtureOfExperts(nn.Module):
         self._run = experts
 
     def forward(self, x_BTD: Tensor) -> Tensor:
+        """The layer's output, like x."""
         x_TD = x_BTD.flatten(0, 1)
         weights_TK, experts_TK = self.gate(x_TD)
         top_k, w = experts_TK.shape[1], self.experts
@@ -77,9 +79,16 @@ class MixtureOfExperts(nn.Module):
 def grouped_experts(x_RD: Tensor, ends_E: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor) -> Tensor:
     """The experts as three grouped matrix products: one product per expert over its own rows.
 
-    Of the ways that torch offers on CPU this is the fastest, and it has one shape for any routing. Its fake
-    kernel knows bfloat16 only (torch 2.14), so a float32 mixture of experts runs, but is neither compiled nor
-    run on meta.
+    It is the fastest of the ways that torch offers on CPU, and has one shape for any routing. Its fake kernel knows
+    bfloat16 only (torch 2.14), so a float32 mixture of experts runs, but is neither compiled nor run on meta.
+
+    Args:
+        x_RD: rows, sorted by expert.
+        ends_E: where each expert's rows end, int32.
+        gate_EFD, up_EFD, down_EDF: the experts' weights, in the dtype of x.
+
+    Returns:
+        y_RD like x.
     """
     gate_RF = F.grouped_mm(x_RD, gate_EFD.mT, offs=ends_E)
     up_RF = F.grouped_mm(x_RD, up_EFD.mT, offs=ends_E)

@@ -15,16 +15,24 @@ __all__ = ["rms_norm"]
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """weight * x / sqrt(mean(x²) + eps) over the last dim D, the mean in float32; shape and dtype of x.
+    """weight * x / sqrt(mean(x²) + eps) over the last dim, the mean in float32.
 
-    Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467. Rounded to the dtype of x before the weight, as
-    Qwen3 is trained and as Transformers does.
+    Zhang & Sennrich 2019, https://arxiv.org/abs/1910.07467. The quotient is rounded to the dtype of x before it is
+    multiplied by the weight, as Qwen3 is trained and as Transformers does.
+
+    Args:
+        x: any shape that ends in D.
+        weight_D: one factor for each element of a row.
+        eps: added to the mean.
+
+    Returns:
+        A tensor of the shape and dtype of x.
     """
     return _RMSNorm.apply(x, weight_D, eps)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """With n = r x and r = 1/rms(x):  dweight = Σ g n  and  dx = r (g w - n mean(g w n))."""
+    """Its derivative, where n = r x and r = 1/rms(x):  dweight = Σ g n  and  dx = r (g w - n mean(g w n))."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:

@@ -37,20 +37,37 @@ class RotaryEmbedding(nn.Module):
         return self
 
     def forward(self, positions_BT: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin [B, T, K] of int64 positions, worked out in float32 and rounded to `dtype`."""
         angles = positions_BT[..., None].float() * self.inv_freq
         angles_BTK = torch.cat((angles, angles), dim=-1)
         return (angles_BTK.cos() * self.scale).to(dtype), (angles_BTK.sin() * self.scale).to(dtype)
 
 
 def rotate(x_BHTK: Tensor, cos_BTK: Tensor, sin_BTK: Tensor) -> Tensor:
-    """Turn the pairs (i, i + K/2) of every head by the angles of their position."""
+    """Turn the pairs (i, i + K/2) of every head by the angles of their position.
+
+    Args:
+        x_BHTK: queries or keys.
+        cos_BTK, sin_BTK: as RotaryEmbedding gives them, in the dtype of x.
+
+    Returns:
+        A tensor like x.
+    """
     first, second = x_BHTK.chunk(2, dim=-1)
     turned_BHTK = torch.cat((-second, first), dim=-1)
     return x_BHTK * cos_BTK[:, None] + turned_BHTK * sin_BTK[:, None]
 
 
 def rotary_frequencies(config: Qwen3Config, device: torch.device | None = None) -> Tensor:
-    """Radians per position of each pair, float32 [K/2]: theta^(-2i/K), with YaRN blended (its eq. 23)."""
+    """Radians per position of each pair i: theta^(-2i/K), or with YaRN the blend of its eq. 23.
+
+    Args:
+        config: for theta, head dim and YaRN.
+        device: where to make them.
+
+    Returns:
+        float32 [K/2].
+    """
     dim = config.head_dim
     even = torch.arange(0, dim, 2, dtype=torch.float32, device=device)
     freq = 1.0 / (config.rope_theta ** (even / dim))

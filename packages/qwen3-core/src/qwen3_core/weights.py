@@ -23,13 +23,20 @@ _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def from_hub(tensors: Mapping[str, Tensor], config: Qwen3Config) -> dict[str, Tensor]:
-    """A state dict for `load_state_dict(strict=True)` from the tensors of a Hub checkpoint, which stay
-    untouched.
+    """A state dict for `load_state_dict(strict=True)`.
 
-    Experts are stacked. The copy of the embedding that some tied checkpoints carry as lm_head.weight is
-    dropped if it is equal. Other names pass through, so that strict loading lists what is missing or
-    unexpected. Raises ValueError if a layer lacks experts or has more than the config says, or if a tied
-    model has a head of its own.
+    Experts are stacked. The copy of the embedding that some tied checkpoints carry as lm_head.weight is dropped if it
+    is equal. Other names pass through, so that strict loading lists what is missing or unexpected.
+
+    Args:
+        tensors: the tensors of a Hub checkpoint, by name; they stay untouched.
+        config: the model that they are for.
+
+    Returns:
+        The tensors by this model's names.
+
+    Raises:
+        ValueError: a layer lacks experts or has more than the config says, or a tied model has a head of its own.
     """
     out: dict[str, Tensor] = {}
     stacks: dict[str, dict[int, Tensor]] = {}
@@ -61,9 +68,7 @@ def from_hub(tensors: Mapping[str, Tensor], config: Qwen3Config) -> dict[str, Te
 
 
 def to_hub(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The Hub's names for a state dict of this model, experts one by one (views of the stacks; none is
-    copied).
-    """
+    """The Hub's names for a state dict of this model, experts one by one: views of the stacks, none is copied."""
     out: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if match := _STACK.fullmatch(name):

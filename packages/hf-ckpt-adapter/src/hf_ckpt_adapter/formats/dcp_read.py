@@ -268,9 +268,10 @@ def _three(values: tuple[int, ...], fill: int) -> tuple[int, int, int]:
 def _row_ranges(
     begin: tuple[int, int, int], sizes: tuple[int, int, int], inner: int, first: int, last: int
 ) -> Iterator[tuple[int, int, int]]:
-    """Where a box holds rows of a tensor of `inner` rows for each leading index: (from row, to row, row of the box).
+    """The rows of a tensor that a box holds, as ranges (from row, to row, row of the box).
 
-    One range when the box has all inner rows, otherwise one for each leading index that rows [first, last) touch.
+    The tensor has `inner` rows for each leading index. A box with all inner rows has one range, any other has one for
+    each leading index that rows [first, last) touch.
     """
     if begin[1] == 0 and sizes[1] == inner:
         yield begin[0] * inner, (begin[0] + sizes[0]) * inner, 0

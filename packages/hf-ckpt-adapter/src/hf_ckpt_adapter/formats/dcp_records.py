@@ -1,5 +1,4 @@
-"""The records that a DCP checkpoint's `.metadata` consists of, without importing
-torch.distributed.checkpoint.
+"""The records of a DCP checkpoint's `.metadata`, without importing torch.distributed.checkpoint.
 
 That import takes seconds (it brings in most of torch.distributed), and reading `.metadata` with stand-ins
 means that not even torch's own classes run code on what a file says. Names, fields and pickled form are those
@@ -102,7 +101,7 @@ class Index:
 
 @dataclass
 class StorageInfo:
-    """Where a chunk's bytes are."""
+    """The place of a chunk's bytes."""
 
     relative_path: str
     offset: int

@@ -1,7 +1,7 @@
 """The files of a model folder: what each is called, and how one is opened whose folder nobody vouches for.
 
-Names, links and contents of a folder that is read are hostile until checked. A name must be plain, a link must stay inside
-the folder (or a Hub cache's own `blobs/`), a file must be a regular one, and JSON must not say a thing twice.
+Names, links and contents of a folder that is read are hostile until checked. A name must be plain. A link must stay
+inside the folder, or lead to a Hub cache's own `blobs/`. A file must be a regular one. JSON must not say a thing twice.
 """
 
 from __future__ import annotations

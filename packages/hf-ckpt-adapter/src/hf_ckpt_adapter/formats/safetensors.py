@@ -1,9 +1,8 @@
 """Read and write safetensors, trusting nothing in a file that is read.
 
-Reading uses `pread` instead of a memory map, so that pages read once do not count as ours and a truncated
-file is an error and not a bus error. Every header is checked before a byte of data is used: see
-`read_header`. Writing streams: the header is known beforehand, the data follows in order, nothing is sought
-back.
+Reading uses `pread` instead of a memory map, so that pages read once do not count as ours, and a truncated file is an
+error and not a bus error. Every header is checked before a byte of data is used (`read_header`). Writing goes front to
+back, because the header is known beforehand.
 
 Format: https://huggingface.co/docs/safetensors (8-byte little-endian header length, JSON header, data).
 """
@@ -198,11 +197,13 @@ class SafetensorsFolder:
             self._places[tensor] = (name, offset)
 
     def read_rows(self, name: str, row: int, out: memoryview) -> None:
+        """Fill `out` with the bytes of whole rows of `name` from `row` on."""
         file, offset = self._places[name]
         descriptor = self._files.descriptor(self._paths[file])
         pread_exactly(descriptor, out, offset + row * self.tensors[name].row_bytes, f"{file}: {name!r}")
 
     def close(self) -> None:
+        """Close open files."""
         self._files.close()
 
 

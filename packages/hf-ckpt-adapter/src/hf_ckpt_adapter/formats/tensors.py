@@ -78,10 +78,12 @@ class TensorInfo:
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of a row."""
         return self.cols * self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -130,6 +132,7 @@ class MemorySource:
         self.left_out: dict[str, int] = {}
 
     def read_rows(self, name: str, row: int, out: memoryview) -> None:
+        """Fill `out` with the bytes of whole rows of `name` from `row` on."""
         if out:
             info = self.tensors[name]
             rows = self._state[name].detach().reshape(info.rows, info.cols)
@@ -137,4 +140,4 @@ class MemorySource:
             target.copy_(rows[row : row + len(target)])
 
     def close(self) -> None:
-        pass
+        """Nothing is open."""

@@ -117,7 +117,8 @@ def find_storage(
     if not sound:
         saved = found.dtype if isinstance(found.dtype, torch.dtype) else type(found.dtype).__name__
         raise ValueError(
-            f"{where}: saved as {saved} {list(found.size)} in {record.file_size} bytes; the metadata says {dtype} {list(shape)}"
+            f"{where}: saved as {saved} {list(found.size)} in {record.file_size} bytes; the metadata "
+            f"says {dtype} {list(shape)}"
         )
     return Storage(offset + begin, record.file_size, found.first, found.stride, found.contiguous)
 

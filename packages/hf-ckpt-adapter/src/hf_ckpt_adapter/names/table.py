@@ -7,8 +7,8 @@ says what an operation does to rows, `read.py` and `write.py` read the table in 
 There are two dialects. `hub` has Hugging Face's names; TorchTitan's Transformers backend adds `model.` in front of them
 and keeps experts in TorchTitan's stacks. `native` has the names of TorchTitan's own Qwen3.
 
-The names were read in torchtitan 0.3.0 (`models/qwen3/state_dict_adapter.py`, `models/common/attention.py`, where a hook
-saves the fused QKV as three tensors, and `models/common/moe.py`) and in transformers 5 (the fused experts of
+The names were read in torchtitan 0.3.0 (`models/qwen3/state_dict_adapter.py`; `models/common/attention.py`, where a
+hook saves the fused QKV as three tensors; `models/common/moe.py`) and in transformers 5 (the fused experts of
 `models/qwen3_moe/modeling_qwen3_moe.py`).
 
 Shape legend: V vocabulary, D model, N query heads x head_dim, K kv heads x head_dim, H head_dim, F feed-forward,
@@ -48,7 +48,7 @@ class Op(Enum):
 
 
 class Layout(StrEnum):
-    """Where a checkpoint is going, which decides the spelling of each tensor."""
+    """The place that a checkpoint is for, which decides how each tensor is spelled."""
 
     PER_EXPERT = "per-expert"  # Hub names, one tensor an expert: what the Hub and servers read
     FUSED = "fused"  # Hub names, experts as two 3-D tensors a layer: transformers 5 in memory
@@ -67,7 +67,8 @@ BACKEND_ROOT = "model."  # TorchTitan's Transformers backend holds the Hugging F
 class Spelling:
     """One line of the table: `name` in `layouts` holds `parts`, folded by `op`.
 
-    `{}` stands for a layer's number, a second `{}` for an expert's. `dims` is how many dimensions the stored tensor has.
+    The first `{}` stands for a layer's number, a second one for an expert's. `dims` counts the stored tensor's
+    dimensions.
     """
 
     name: str

@@ -29,11 +29,16 @@ def grouped_mlp(
             anything) and are zero in y and in the gradient.
         counts_E: rows of each expert, int32 or int64; zeros are fine.
         w1_EFD, w2_EDF, w3_EFD: gate, down and up projections in TorchTitan's layout, same dtype as x.
-        provider: whose kernels, where kernels run: "own", or "nkilib" for AWS's (nki_moe.nkilib.check has their limits).
+        provider: whose kernels run, where kernels do: "own", or "nkilib" for AWS's. nki_moe.nkilib.check has their
+        limits.
+
+    Returns:
+        y_RD like x; rows that belong to no expert are zero.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit together; a provider that the backend does not have; counts that are
-            negative or exceed the rows (on Trainium nobody looks: it would stop the device at every step).
+        ValueError: shapes, dtypes or devices that do not fit together; a provider that the backend does not have;
+            counts that are negative or exceed the rows (not on Trainium, where a look would stop the device at every
+            step).
         ModuleNotFoundError: a backend or provider that was asked for and is not installed.
     """
     _validate(x_RD, w1_EFD, w2_EDF, w3_EFD, counts_E=counts_E)
@@ -54,21 +59,31 @@ def routed_mlp(
     *,
     provider: Provider = "own",
 ) -> Tensor:
-    """Dispatch, experts and combine for experts that all live here: the sum over k of scores[t, k] * expert(x[t]).
+    """Dispatch, experts and combine for experts that all live here: y[t] is the sum over k of scores[t, k] *
+    expert(x[t]).
 
     Neither the gathered rows nor the experts' outputs are kept for backward. Differentiable in x, scores and weights.
 
     Args:
-        x_TD: tokens. experts_TK: an int64 or int32 expert for each of a token's K choices, all different.
-        scores_TK: routing scores, applied to the experts' outputs in float32; any float dtype.
-        w1_EFD, w2_EDF, w3_EFD, provider: as for grouped_mlp; nkilib rounds scores and their gradients to x's dtype.
+        x_TD: tokens, float32 or bfloat16.
+        experts_TK: the expert of each of a token's K choices, int64 or int32, all different.
+        scores_TK: routing scores of any float dtype, applied to the experts' outputs in float32.
+        w1_EFD, w2_EDF, w3_EFD: gate, down and up projections in TorchTitan's layout, same dtype as x.
+        provider: as for grouped_mlp; nkilib rounds scores and their gradients to x's dtype.
 
-    Raises: as grouped_mlp, with choices outside 0 to E - 1 in the counts' place.
+    Returns:
+        y_TD like x.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit together; a provider that the backend does not have;
+            choices outside 0 to E - 1.
+        ModuleNotFoundError: a backend or provider that was asked for and is not installed.
     """
     _validate(x_TD, w1_EFD, w2_EDF, w3_EFD, experts_TK=experts_TK, scores_TK=scores_TK)
     if experts_TK.dtype not in (torch.int32, torch.int64) or not scores_TK.is_floating_point():
         raise ValueError(
-            f"experts_TK is {_describe(experts_TK)} and scores_TK {_describe(scores_TK)}; expected int32 or int64, and floats"
+            f"experts_TK is {_describe(experts_TK)} and scores_TK {_describe(scores_TK)}; expected int32 or int64, "
+            "and floats"
         )
     if experts_TK.shape != scores_TK.shape or experts_TK.ndim != 2 or experts_TK.shape[0] != x_TD.shape[0]:
         raise ValueError(
@@ -112,7 +127,8 @@ def _validate(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, **routing: Tensor) 
         )
     if len({x.dtype, w1.dtype, w2.dtype, w3.dtype}) > 1 or x.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(
-            f"x is {x.dtype}, w1 {w1.dtype}, w2 {w2.dtype}, w3 {w3.dtype}; expected one of bfloat16 and float32 for all. "
+            f"x is {x.dtype}, w1 {w1.dtype}, w2 {w2.dtype}, w3 {w3.dtype}; expected one of bfloat16 and float32 for "
+            "all. "
             "Cast the weights as mixed-precision FSDP does, or x.to(w1.dtype)"
         )
     need_one_device(x=x, w1=w1, w2=w2, w3=w3, **routing)

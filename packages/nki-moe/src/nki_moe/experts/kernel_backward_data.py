@@ -34,7 +34,8 @@ def backward_data(
     d_splits: int,
     whole: bool,
 ) -> Any:
-    """dx like dy; (2P, C, F / P): the gradients of gate and up; (f_splits, C): each share's part of the scores' gradients."""
+    """dx like dy; (2P, C, F / P): the gradients of gate and up; (f_splits, C): each share's part of the scores'
+    gradients."""
     (E, F, D), dtype = w1.shape, dy.dtype
     C = columns(rows, E)
     dkept = nl.ndarray((2 * P, C, F // P), dtype, buffer=nl.shared_hbm)

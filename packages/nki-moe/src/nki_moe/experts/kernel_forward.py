@@ -3,8 +3,8 @@
     for each share of F:  for each slot: load w1, w3 transposed; for each tile: gT, uT -> hT, kept
     for each share of D:  for each slot: load w2 transposed; for each tile: h^T w2 -> y
 
-Where SBUF holds a whole expert (`whole`) both are one pass, and h goes from one to the other in SBUF. Fused, a last pass sums each token's
-K rows in float32: a gather again, so that no two writes ever meet.
+Where SBUF holds a whole expert (`whole`) both are one pass, and h goes from one to the other in SBUF. Fused, a last
+pass sums each token's K rows in float32: a gather again, so that no two writes ever meet.
 """
 
 from typing import Any

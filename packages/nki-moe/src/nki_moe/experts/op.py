@@ -1,7 +1,7 @@
 """The expert MLP as differentiable torch operators: nki_moe::grouped_mlp and its backward.
 
-Counts are data: neither a change of routing nor torch.compile makes another program. What runs is decided in backend.py; whose
-kernels, by `provider`. api.py has the functions that users call.
+Counts are data: neither a change of routing nor torch.compile makes another program. What runs is decided in
+backend.py; whose kernels, by `provider`. api.py has the functions that users call.
 
 T tokens, K experts a token, R rows (T*K when routed), E experts, D model dim, F hidden dim.
 """
@@ -29,14 +29,17 @@ class Own:
         self.run = run
 
     def saved_shape(self, rows: int, experts: int, hidden: int, dim: int) -> tuple[int, ...]:
+        """Shape of what forward keeps."""
         return launch.saved_shape(rows, experts, hidden)
 
     def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
+        """What experts.torch_path.forward computes, by the kernel."""
         return launch.forward(*args, run=self.run)  # type: ignore[misc]  # mypy: *args might be longer
 
     def backward(
         self, dy: Tensor, x: Tensor, counts_E: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """What experts.torch_path.backward computes, by the kernels."""
         w1, w2, w3, order_R, scores_TK, saved, wanted = rest
         dx, dscores, dgu = launch.backward_data(dy, counts_E, w1, w2, w3, order_R, scores_TK, saved, self.run)
         if not wanted:
@@ -68,8 +71,8 @@ def _or_torch(todo: Any, rows: int) -> Any:
 
 
 def define(register: Callable[[str], Callable[..., Any]], work: Callable[[str, str], Any], *, look: bool) -> Ops:
-    """The operators of one backend: register(name) decorates an annotated function; work(device type, provider) has the functions
-    that do the work; look: whether at counts, before anything runs."""
+    """The operators of one backend: register(name) decorates an annotated function; work(device type, provider) has the
+    functions that do the work; look: whether at counts, before anything runs."""
 
     @register("grouped_mlp")
     def forward(
@@ -116,7 +119,8 @@ def need_counts(counts: list[int], rows: int, routed: bool) -> None:
     used, least = sum(counts), min(counts, default=0)
     if routed and used < rows:
         raise ValueError(
-            f"{rows - used} of {rows} choices in experts_TK are of no expert; there are {len(counts)}: 0 to {len(counts) - 1}"
+            f"{rows - used} of {rows} choices in experts_TK are of no expert; there are {len(counts)}: 0 to "
+            f"{len(counts) - 1}"
         )
     if used > rows or least < 0:
         raise ValueError(

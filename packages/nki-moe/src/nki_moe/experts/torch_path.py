@@ -1,9 +1,9 @@
 """The expert MLP in torch, for whatever is not a Trainium: forward, and one backward for everything.
 
-One expert at a time, so that its rows stay in cache, results and the stacked gradients are written where they belong, and nothing
-of the size of a weight is ever copied. Backward works out the gradients of gate and up for one expert only, just before they
-are used. Where the CPU has no bfloat16 matmul, blocks of rows and weights are widened to float32 as they are needed: torch's
-substitute is slower than that by an order of magnitude.
+One expert at a time, so that its rows stay in cache, results and the stacked gradients are written where they belong,
+and nothing of the size of a weight is ever copied. Backward works out the gradients of gate and up for one expert only,
+just before they are used. Where the CPU has no bfloat16 matmul, blocks of rows and weights are widened to float32 as
+they are needed: torch's substitute is slower than that by an order of magnitude.
 
 R rows sorted by expert (or, fused, T tokens of which R = T*K rows are gathered), E experts, D model dim, F hidden dim,
 n rows of one expert (or a span of them). `saved_2RF` holds gate and up.
@@ -83,7 +83,8 @@ def backward(
     saved_2RF: Tensor,
     weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dx (like x), dscores_TK (empty unless fused), and, if `weights`, dw1_EFD, dw2_EDF, dw3_EFD: accumulated in float32, rounded once."""
+    """dx (like x), dscores_TK (empty unless fused), and, if `weights`, dw1_EFD, dw2_EDF, dw3_EFD: accumulated in
+    float32, rounded once."""
     rows = Rows(dy, counts_E, order_R, scores_TK)
     dx = rows.output(dy)
     dscores = scores_TK.new_zeros(scores_TK.shape) if scores_TK is not None else dy.new_empty((0,))
@@ -121,7 +122,8 @@ def backward(
 
 
 class Rows:
-    """Whose rows are where: contiguous ones of a sorted tensor, or, fused, those of the tokens that chose the expert."""
+    """Whose rows are where: contiguous ones of a sorted tensor, or, fused, those of the tokens that chose the
+    expert."""
 
     def __init__(self, x: Tensor, counts_E: Tensor, order_R: Tensor | None, scores_TK: Tensor | None) -> None:
         self.total = x.shape[0] if order_R is None else order_R.shape[0]
@@ -139,10 +141,11 @@ class Rows:
             start += n
 
     def read(self, x: Tensor, span: slice) -> Tensor:
+        """The rows of a span."""
         return x[span] if self.tokens_R is None else x[self.tokens_R[span]]
 
     def output(self, like: Tensor) -> Tensor:
-        """Where results go; a token's sum over its experts is kept in float32."""
+        """The place where results go; a token's sum over its experts is kept in float32."""
         if self.tokens_R is not None:
             return like.new_zeros(like.shape, dtype=torch.promote_types(like.dtype, torch.float32))
         out = like.new_empty(like.shape)
@@ -150,10 +153,11 @@ class Rows:
         return out
 
     def place(self, out: Tensor, span: slice) -> Tensor | None:
-        """Where a span's result may be computed: where it belongs, if it can be."""
+        """The memory in which a span's result may be computed: where it belongs, if it can be."""
         return out[span] if self.tokens_R is None and out.dtype == _compute_dtype(out.dtype) else None
 
     def write(self, out: Tensor, span: slice, value: Tensor, scores_R: Tensor | None = None) -> None:
+        """Put a span's result where it belongs; fused, add it to its tokens, weighted by the scores."""
         if self.tokens_R is not None:
             weighted = value if scores_R is None else value.mul_(scores_R[span, None])
             out.index_add_(0, self.tokens_R[span], weighted.to(out.dtype))

@@ -1,9 +1,10 @@
 """What the expert kernels share: the way of a core through its experts and their tiles, and what moves on the way.
 
-A core works through the slots of a list (tiling.py) in a loop on the device: load the expert's weights, run its tail tile, run its full
-tiles. Nothing is unrolled to overlap one expert with the next. Weights are loaded in slices, each a tensor of its own, in the order in which they
-are used: as the last tile of an expert lets go of a slice, the next expert's can come in, and DMA, which takes its work in
-order, never waits long. All tables that steer are in SBUF from the start.
+A core works through the slots of a list (tiling.py) in a loop on the device: load the expert's weights, run its tail
+tile, run its full tiles. Nothing is unrolled to overlap one expert with the next. Weights are loaded in slices, each a
+tensor of its own, in the order in which they are used: as the last tile of an expert lets go of a slice, the next
+expert's can come in, and DMA, which takes its work in order, never waits long. All tables that steer are in SBUF from
+the start.
 
 Dimensions: R rows, T tokens, E experts, D model, F hidden, P = 128 partitions; C columns, the padded rows of tiling.py.
 A buffer's suffix says where it is: _sb SBUF, _ps PSUM, _hbm scratch; arguments and results are in HBM.
@@ -55,7 +56,7 @@ class Walk:
         self.slot_sb: Any = None  # the slot at hand
         self.at_sb: Any = None  # row and column of its next full tile
 
-    # -- loops ----------------------------------------------------------------------------------------------------------
+    # -- loops
     def slots(self, body: Callable[[], None]) -> None:
         """body() for each slot."""
         width = self.plan_sb.shape[2]
@@ -108,14 +109,15 @@ class Walk:
         nisa.tensor_tensor(self.at_sb, self.at_sb, self.step_sb, nl.add)  # of integers: on GpSimd
         return Tile(self, TILE, tail=False)
 
-    # -- an expert's part of a tensor (E, ...) ----------------------------------------------------------------------------
+    # -- an expert's part of a tensor (E, ...)
     def of(self, tensor: Any, pattern: list[list[int]], offset: int = 0) -> Any:
         """A pattern in it."""
         return tensor.ap(pattern, offset=offset, scalar_offset=self.expert, indirect_dim=0)
 
     def rows_transposed(self, ws: tuple[Any, ...], first: int, count: int, size: int) -> list[list[Any]]:
-        """Rows first... of matrices (rows, width), in slices (P, width / P, size) of each: columns on partitions. DMA transposes them on
-        the way, at nine tenths of its rate; where an expert has so FEW rows that the Tensor Engine waits for DMA, that engine does."""
+        """Rows first... of matrices (rows, width), in slices (P, width / P, size) of each: columns on partitions. DMA
+        transposes them on the way, at nine tenths of its rate; where an expert has so FEW rows that the Tensor Engine
+        waits for DMA, that engine does."""
         width, parts = ws[0].shape[2], []
         for row, n in pieces(first, count, size):
             parts += [(w, nl.ndarray((P, width // P, n), w.dtype, buffer=nl.sbuf), row) for w in ws]
@@ -150,7 +152,7 @@ class Walk:
                 nisa.dma_copy(w_sb, self.of(w, [[width, P], [P * width, rows // P], [1, n]], column))
         return slices
 
-    # -- rows of no expert -------------------------------------------------------------------------------------------------
+    # -- rows of no expert
     def zero(self, y: Any, clear: Any) -> None:
         """Clear them; each core its share of D."""
         width = y.shape[1] // nl.num_programs(0)
@@ -181,7 +183,8 @@ class Tile:
         return min(P, self.n - block * P)
 
     def table(self, table_sb: Any, kind: int, engine: Any) -> Any:
-        """(P, blocks) of this tail tile's part of a table in SBUF. GpSimd steers the loads and must not wait for what is stored."""
+        """(P, blocks) of this tail tile's part of a table in SBUF. GpSimd steers the loads and must not wait for what
+        is stored."""
         part_sb = nl.ndarray((P, BLOCKS), table_sb.dtype, buffer=nl.sbuf)
         pattern = [[table_sb.shape[1] * 2 * BLOCKS, P], [1, BLOCKS]]
         part = table_sb.ap(pattern, offset=kind * BLOCKS, scalar_offset=self.walk.expert, indirect_dim=1)
@@ -195,7 +198,7 @@ class Tile:
             size *= d
         return buffer_sb[:, 0:size].reshape_dim(1, (*dimensions, self.n))
 
-    # -- rows, in HBM as (rows, features) ------------------------------------------------------------------------------
+    # -- rows, in HBM as (rows, features)
     def rows(self, tensor: Any, pattern: list[list[int]], offset: int = 0) -> Any:
         """A pattern from this tile's first row."""
         return tensor.ap(pattern, offset=offset, scalar_offset=self.row, indirect_dim=0)
@@ -227,7 +230,7 @@ class Tile:
         nisa.dma_copy(x_sb, x.ap([[x.shape[1], size], [1, width]], offset=d0, vector_offset=index, indirect_dim=0))
 
     def read_transposed(self, x: Any, xT_sb: Any) -> None:
-        """To (P, D / P, n): features on partitions."""
+        """The rows transposed to (P, D / P, n): features on partitions."""
         D, index_sb = x.shape[1], self.indices()
         pattern = [[D, self.n], [P, D // P], [1, P]]
         if index_sb is None:
@@ -242,8 +245,8 @@ class Tile:
             nisa.dma_transpose(dst=xT_sb, src=x.ap(pattern, vector_offset=index_sb.view(nl.uint32), indirect_dim=0))
 
     def multiply(self, y: Any, d0: int, lefts: list[Any], slices: list[list[Any]]) -> None:
-        """The sum of left^T right to columns d0... of y: lefts (P, K / P, n), in each slice a right (P, K / P, width) for each left.
-        Rows that only fill the tile are skipped."""
+        """The sum of left^T right to columns d0... of y: lefts (P, K / P, n), in each slice a right (P, K / P, width)
+        for each left. Rows that only fill the tile are skipped."""
         D, dtype, width = y.shape[1], y.dtype, sum(rights[0].shape[2] for rights in slices)
         whole = (
             self.blocks - self.tail
@@ -274,7 +277,7 @@ class Tile:
             index_sb = self.table(self.walk.tails_sb, 1, nisa.engine.vector)
             scatter(y, d0, last_sb[:, 0, :], index_sb[: self.size(whole), whole : whole + 1])
 
-    # -- what passes keep, in HBM as (kinds x P, C, F / P): tile by tile, each partition's features and rows end to end ----------
+    # -- what passes keep, in HBM as (kinds x P, C, F / P): tile by tile, each partition's features and rows end to end
     def kept(self, kept: Any, kind: int, kinds: int, f0: int, features: int) -> Any:
         """This tile's part of kept, (P, kinds, features / P, n)."""
         _, C, blocks = kept.shape
@@ -307,7 +310,7 @@ class Tile:
                 nisa.dma_transpose(dst=value_sb[:size, :, first : first + blocks, :], src=part)
         return value_sb
 
-    # -- one number a row -------------------------------------------------------------------------------------------------
+    # -- one number a row
     def scores(self, score_rows: Any, scale: Any) -> Any:
         """(P, n): the rows' scores, the same on every partition; zero where they only fill the tile."""
         score_sb, pattern = nl.ndarray((P, self.n), nl.float32, buffer=nl.sbuf), [[0, P], [1, self.n]]
@@ -315,7 +318,8 @@ class Tile:
         return score_sb
 
     def weigh(self, value_sb: Any, score_rows: Any) -> None:
-        """Multiply rows (p, blocks, width) by their scores (or 1, without), and by zero those that only fill the tile: all in its last block."""
+        """Multiply rows (p, blocks, width) by their scores (or 1, without), and by zero those that only fill the tile:
+        all in its last block."""
         scored = score_rows is not None
         blocks: Any = range(self.blocks) if scored else (self.blocks - 1,) if self.tail else ()
         if not blocks:
@@ -346,8 +350,8 @@ def scatter(y: Any, d0: int, row_sb: Any, index_sb: Any) -> None:
 
 
 def combine(y: Any, rows: Any, inverse: Any, scores: Any) -> None:
-    """y[t] = sum over k of scores[t, k] * rows[inverse[t, k]], in float32; without scores, the plain sum. Each core has a share of D, of
-    all rows: the other's must be there."""
+    """y[t] = sum over k of scores[t, k] * rows[inverse[t, k]], in float32; without scores, the plain sum. Each core has
+    a share of D, of all rows: the other's must be there."""
     cores = nl.num_programs(0)
     if cores == 2:
         nisa.core_barrier(rows, (0, 1))
@@ -392,6 +396,7 @@ class Rows:
         self.at, self.value_sb = at, value_sb
 
     def part(self, block: int, start: int, size: int) -> Any:
+        """Columns start... of the rows of a block."""
         return self.value_sb[: self.at.size(block), block, start : start + size]
 
 
@@ -399,6 +404,7 @@ class Features(Rows):
     """The same for what was kept: (p, F / P, blocks, P)."""
 
     def part(self, block: int, start: int, size: int) -> Any:
+        """Columns start... of the rows of a block."""
         return self.value_sb[: self.at.size(block), start // P : (start + size) // P, block, :]
 
 

@@ -1,9 +1,10 @@
 """AWS's nki-library as the provider of the expert MLP: nki_moe.grouped_mlp(..., provider="nkilib").
 
-AWS's blockwise kernels, where AWS's package is installed; the translation of layouts, both ways, is here. `check` answers without
-torch and without the package.
+AWS's blockwise kernels, where AWS's package is installed; the translation of layouts, both ways, is here. `check`
+answers without torch and without the package.
 
-Its contract (nki-library d2ad3a5, core/moe/moe_cte/bwmm_shard_on_I.py and experimental/moe/bwd/blockwise_mm_backward.py) is in layout.py.
+Its contract (nki-library d2ad3a5, core/moe/moe_cte/bwmm_shard_on_I.py and
+experimental/moe/bwd/blockwise_mm_backward.py) is in layout.py.
 """
 
 from importlib.util import find_spec
@@ -16,7 +17,19 @@ __all__ = ["block_size", "check", "home"]
 def check(
     rows: int, experts: int, hidden: int, dim: int, *, dtype: object = "bfloat16", lnc: int | None = None
 ) -> None:
-    """ValueError, with the nearest valid sizes, unless AWS's kernels document that they take such experts, forward and backward."""
+    """Raise unless AWS's kernels document that they take such experts, forward and backward.
+
+    Args:
+        rows: rows of x, at least one.
+        experts: experts on this core, at least one.
+        hidden: hidden size F of an expert.
+        dim: model size D.
+        dtype: a torch dtype or its name; bfloat16 only.
+        lnc: physical cores of a logical NeuronCore; the environment's (logical_cores) unless given.
+
+    Raises:
+        ValueError: the shape does not run, with the nearest sizes that do.
+    """
     lnc = logical_cores() if lnc is None else lnc
     name = str(dtype).removeprefix("torch.")
     if lnc != 2:
@@ -48,6 +61,7 @@ def home() -> str:
         except (ModuleNotFoundError, ValueError):  # a parent is missing, or a stand-in without a spec
             continue
     raise ModuleNotFoundError(
-        "provider='nkilib' asks for AWS's nki-library, and neither nkilib nor nkilib_src.nkilib can be imported; use the Neuron DLAMI, "
+        "provider='nkilib' asks for AWS's nki-library, and neither nkilib nor nkilib_src.nkilib can be imported; use "
+        "the Neuron DLAMI, "
         "pip install git+https://github.com/aws-neuron/nki-library, or provider='own'"
     )

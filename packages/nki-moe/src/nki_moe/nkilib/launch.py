@@ -1,6 +1,7 @@
 """The operators' functions with AWS's kernels doing the work, as experts.torch_path does it in torch.
 
-How a kernel is started is the argument: on nki-sim (`simulated`), or on Trainium (neuron.py). Dimensions as in layout.py.
+How a kernel is started is the argument: on nki-sim (`simulated`), or on Trainium (neuron.py). Dimensions as in
+layout.py.
 """
 
 from collections.abc import Callable
@@ -39,7 +40,7 @@ class Nkilib:
         scores_TK: Tensor | None,
         save: bool,
     ) -> tuple[Tensor, Tensor]:
-        """As experts.torch_path.forward."""
+        """What experts.torch_path.forward computes, by AWS's kernel."""
         from nki_moe.nkilib import kernel
 
         rows = x.shape[0] if order_R is None else order_R.shape[0]
@@ -67,7 +68,7 @@ class Nkilib:
         saved: Tensor,
         weights: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """As experts.torch_path.backward. AWS's kernel computes all gradients, wanted or not."""
+        """What experts.torch_path.backward computes. AWS's kernel computes all gradients, wanted or not."""
         from nki_moe.nkilib import kernel
 
         rows = x.shape[0] if order_R is None else order_R.shape[0]
@@ -93,8 +94,9 @@ class Nkilib:
 def simulated(kernel: Any, lnc: int, *tensors: Tensor, **constants: Any) -> Any:
     """What kernel[lnc](*tensors, **constants) returns on nki-sim.
 
-    What AWS's kernels do against the simulator's rules is recorded rather than raised: backward zeroes the affinities' gradients
-    without a barrier before it adds to them. Cores take turns, so that these come out right; other orders are possible.
+    What AWS's kernels do against the simulator's rules is recorded rather than raised: backward zeroes the affinities'
+    gradients without a barrier before it adds to them. Cores take turns, so that these come out right; other orders are
+    possible.
     """
     nki = import_module("nki_sim")
     with nki.checks(record=("unwritten-output", "race", "uninitialized")):

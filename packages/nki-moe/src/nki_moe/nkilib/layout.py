@@ -1,8 +1,9 @@
-"""Between this package's layouts and those of AWS's nki-library blockwise MoE kernels, both ways.
+"""Translation between this package's layouts and those of AWS's nki-library blockwise MoE kernels, both ways.
 
-The documented contract (nki-library d2ad3a5, core/moe/moe_cte and experimental/moe/bwd): a block of B rows belongs to one expert;
-hidden (T + 1, H) with a padding token T; affinities ((T + 1) E, 1), zero where a token does not use an expert; gate_up
-(E, H, 2, I); down (E, I, H); token_position_to_id (N B,) int32; block_to_expert (N, 1) int32; N fixed by the worst case.
+The documented contract (nki-library d2ad3a5, core/moe/moe_cte and experimental/moe/bwd): a block of B rows belongs to
+one expert; hidden (T + 1, H) with a padding token T; affinities ((T + 1) E, 1), zero where a token does not use an
+expert; gate_up (E, H, 2, I); down (E, I, H); token_position_to_id (N B,) int32; block_to_expert (N, 1) int32; N fixed
+by the worst case.
 
 T tokens, R rows, E experts, K experts a token, D = H, F = I, N blocks of B rows.
 """
@@ -43,8 +44,9 @@ def blockwise(
 ) -> Blockwise:
     """nki-library's view of the operators' arguments.
 
-    Fused (order_R, scores_TK), a token is one of theirs, with its scores as affinities; otherwise each row is a token of its own, with
-    affinity 1 to its expert. Rows past the last expert's are in no block. Row T of the result is padding.
+    Fused (order_R, scores_TK), a token is one of theirs, with its scores as affinities; otherwise each row is a token
+    of its own, with affinity 1 to its expert. Rows past the last expert's are in no block. Row T of the result is
+    padding.
     """
     T, E = x.shape[0], w1_EFD.shape[0]
     R = T if order_R is None else order_R.shape[0]

@@ -28,6 +28,9 @@ def rope(q_BLNH: Tensor, k_BLMH: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
         cos, sin: (L, H), or (B, L, H) where documents in a batch have their own positions; float32, both halves
             alike (the first is read). Pick rows of a cache by position: cos = cache_cos[positions].
 
+    Returns:
+        q and k of the shapes and dtypes that they had.
+
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together.
     """
@@ -41,7 +44,8 @@ def rope(q_BLNH: Tensor, k_BLMH: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
         or sin.shape != cos.shape
     ):
         raise ValueError(
-            f"q is {tuple(q_BLNH.shape)}, k {tuple(k_BLMH.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}; expected "
+            f"q is {tuple(q_BLNH.shape)}, k {tuple(k_BLMH.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}; "
+            "expected "
             "(B, L, N, H), (B, L, M, H) and twice (L, H) or (B, L, H)"
         )
     if H % 2 or q_BLNH.dtype != k_BLMH.dtype or q_BLNH.dtype not in (torch.bfloat16, torch.float32):
