@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from qwen3_core import MODELS, Qwen3Config, Qwen3ForCausalLM, to_hub, token_loss
+from qwen3_core import MODELS, Qwen3Config, Qwen3ForCausalLM, to_hub, target_loss
 from torch import Tensor, nn
 from torch.profiler import profile
 
@@ -159,7 +159,7 @@ def training_step(
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0, fused=True)
 
     def step() -> float:
-        loss = token_loss(logits(tokens), targets)
+        loss = target_loss(logits(tokens), targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -14,7 +14,7 @@ TOKENS = 512
 
 def random_model(rank: int, model: str, run: Path) -> dict[str, Any]:
     """Build `model` in bf16 as a run does (no optimizer step, so no optimizer state) and take one forward pass."""
-    from qwen3_core import token_loss
+    from qwen3_core import target_loss
     from titan_recipes.config.device_defaults import apply_device_defaults
     from titan_recipes.models.spec import transformers
     from titan_recipes.train.first_loss import random_loss
@@ -45,7 +45,7 @@ def random_model(rank: int, model: str, run: Path) -> dict[str, Any]:
         logits = trainer.model_parts[0](tokens, positions=torch.arange(TOKENS)[None])
     dtypes = sorted({str(p.dtype) for p in trainer.model_parts[0].parameters()})
     parameters = sum(p.numel() for p in trainer.model_parts[0].parameters())
-    return {"loss": token_loss(logits, targets).item(), "expected": tuple(expected), "dtypes": dtypes, "n": parameters}
+    return {"loss": target_loss(logits, targets).item(), "expected": tuple(expected), "dtypes": dtypes, "n": parameters}
 
 
 @pytest.mark.soak

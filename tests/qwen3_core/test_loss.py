@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from qwen3_core import MODELS, Qwen3Config, Qwen3ForCausalLM, token_loss
+from qwen3_core import MODELS, Qwen3Config, Qwen3ForCausalLM, next_token_targets, target_loss
 from qwen3_core.accounting import count_parameters
 from qwen3_core.loss import expected_random_loss
-from qwen3_reference import assert_close, tiny, tiny_moe
+from qwen3_reference import assert_close, pair, tiny, tiny_moe
 from torch import Tensor, nn
 
 TOKENS = 2048
@@ -30,10 +30,10 @@ def test_micro_batches_with_1_and_63_targets_give_the_gradients_of_one_batch_of_
         model.zero_grad()
         return grads
 
-    token_loss(model(x), targets).backward()
+    target_loss(model(x), targets).backward()
     whole = gradients()
     for row in range(2):
-        token_loss(model(x[row : row + 1]), targets[row : row + 1], num_targets=64).backward()
+        target_loss(model(x[row : row + 1]), targets[row : row + 1], num_targets=64).backward()
     for (name, _), a, b in zip(model.named_parameters(), gradients(), whole, strict=True):
         assert_close(name, a, b)
 
@@ -41,10 +41,10 @@ def test_micro_batches_with_1_and_63_targets_give_the_gradients_of_one_batch_of_
 def test_it_is_the_mean_cross_entropy_of_the_valid_targets_in_float32() -> None:
     logits = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(0)).bfloat16()
     targets = torch.tensor([[0, 1, -100, 3, 4], [-100, 6, 5, 4, -100]])
-    loss = token_loss(logits, targets)
+    loss = target_loss(logits, targets)
     assert loss.dtype == torch.float32
     assert torch.allclose(loss, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten()))
-    assert token_loss(logits, torch.full_like(targets, -100)).item() == 0.0
+    assert target_loss(logits, torch.full_like(targets, -100)).item() == 0.0
 
 
 RANDOM_MODELS = {
@@ -62,7 +62,7 @@ def measured(model: Qwen3ForCausalLM, seed: int) -> float:
     generator = torch.Generator().manual_seed(1000 + seed)
     tokens, targets = torch.randint(model.config.vocab_size, (2, TOKENS), generator=generator).view(2, 8, -1)
     with torch.no_grad():
-        return token_loss(model(tokens), targets).item()
+        return target_loss(model(tokens), targets).item()
 
 
 @pytest.mark.parametrize("config", RANDOM_MODELS.values(), ids=RANDOM_MODELS.keys())
@@ -124,6 +124,21 @@ def test_the_standard_error_is_that_of_the_mean_over_models() -> None:
     assert abs(spread.mean().item() - expected.value) < 3 * expected.standard_error / 400**0.5
 
 
+def test_the_loss_of_a_sequence_is_transformers_loss_with_labels() -> None:
+    """Case 265: without the shift it would be another plausible number."""
+    ours, theirs = pair(tiny())
+    tokens = torch.randint(ours.config.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits, expected = ours(tokens), theirs(tokens, labels=tokens).loss
+    torch.testing.assert_close(target_loss(logits, next_token_targets(tokens)), expected, rtol=1e-5, atol=0)
+    assert abs(target_loss(logits, tokens) - expected) > 1e-2
+
+
+def test_the_old_name_says_the_new_one() -> None:
+    with pytest.raises(ImportError, match=r"target_loss now.*next_token_targets"):
+        exec("from qwen3_core import token_loss")
+
+
 @pytest.mark.soak
 def test_qwen3_4b_at_random_has_the_expected_loss() -> None:
     """At its real size, in bfloat16 on CPU: about 10 GB and a few minutes."""
@@ -140,7 +155,7 @@ def test_qwen3_4b_at_random_has_the_expected_loss() -> None:
 
     tokens, targets = torch.randint(config.vocab_size, (2, 1, count), generator=torch.Generator().manual_seed(1000))
     with torch.no_grad():
-        loss = token_loss(model(tokens), targets).item()
+        loss = target_loss(model(tokens), targets).item()
     std = model.lm_head.weight[:10000].float().std().item()
     expected = expected_random_loss(config.vocab_size, config.hidden_size**0.5, std, count)
     print(f"Qwen3-4B, {count} random tokens: {loss:.3f}; formula {expected}")

@@ -13,7 +13,7 @@ from qwen3_core.models import MODELS
 if TYPE_CHECKING:
     from qwen3_core.cache import KVCache
     from qwen3_core.generation import generate
-    from qwen3_core.loss import token_loss
+    from qwen3_core.loss import next_token_targets, target_loss
     from qwen3_core.model import Qwen3ForCausalLM
     from qwen3_core.weights import from_hub, to_hub
 
@@ -25,8 +25,9 @@ __all__ = [
     "Yarn",
     "from_hub",
     "generate",
+    "next_token_targets",
+    "target_loss",
     "to_hub",
-    "token_loss",
 ]
 
 __version__ = "0.1.0"
@@ -36,12 +37,17 @@ _NEEDS_TORCH = {
     "Qwen3ForCausalLM": "model",
     "from_hub": "weights",
     "generate": "generation",
+    "next_token_targets": "loss",
+    "target_loss": "loss",
     "to_hub": "weights",
-    "token_loss": "loss",
 }
 
 
 def __getattr__(name: str) -> Any:
+    if name == "token_loss":
+        raise ImportError(
+            f"{__name__}.token_loss is target_loss now. It never shifted: pass next_token_targets(tokens), not the tokens."
+        )
     if name not in _NEEDS_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_NEEDS_TORCH[name]}"), name)

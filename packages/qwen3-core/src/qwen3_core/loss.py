@@ -9,17 +9,28 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ExpectedLoss", "expected_random_loss", "token_loss"]
+__all__ = ["ExpectedLoss", "expected_random_loss", "next_token_targets", "target_loss"]
 
-IGNORE = -100
+IGNORE = -100  # a position without a target, as torch.nn.functional.cross_entropy has it
 
 
-def token_loss(logits_BTV: "Tensor", targets_BT: "Tensor", num_targets: "int | Tensor | None" = None) -> "Tensor":
-    """Summed cross-entropy over the targets that are not -100, divided by `num_targets`; float32 scalar.
+def target_loss(logits_BTV: "Tensor", targets_BT: "Tensor", num_targets: "int | Tensor | None" = None) -> "Tensor":
+    """Summed cross-entropy over the targets, divided by how many there are.
 
-    `num_targets` is the number of valid targets in the whole optimizer step, over all micro-batches and
-    ranks. With it the summed gradients are those of one large batch; a mean per micro-batch would weigh the
-    tokens of a short one more. Absent, it is counted here.
+        loss = target_loss(model(tokens_BT), next_token_targets(tokens_BT))
+
+    Nothing is shifted here: `targets_BT[b, t]` is the token that `logits_BTV[b, t]` should predict, which is the next one.
+    Transformers' `labels` are the tokens themselves, and are shifted by its model.
+
+    Args:
+        logits_BTV: as the model gives them, any float dtype; the loss is worked out in float32.
+        targets_BT: token ids, int64; -100 is no target.
+        num_targets: targets in the whole optimizer step, over all micro-batches and ranks. With it the summed gradients
+            are those of one large batch; a mean per micro-batch would weigh the tokens of a short one more. Absent, the
+            targets of this batch are counted.
+
+    Returns:
+        A float32 scalar; 0 when there is no target.
     """
     import torch.nn.functional as F
 
@@ -29,6 +40,18 @@ def token_loss(logits_BTV: "Tensor", targets_BT: "Tensor", num_targets: "int | T
     if num_targets is None:
         num_targets = (targets_BT != IGNORE).sum().clamp(min=1)
     return total / num_targets
+
+
+def next_token_targets(tokens_BT: "Tensor") -> "Tensor":
+    """What a model should predict at each position of a sequence: the token after it.
+
+    Args:
+        tokens_BT: token ids, int64, each row one document.
+
+    Returns:
+        int64 [B, T]; the last position of a row has no target (-100).
+    """
+    return tokens_BT.roll(-1, dims=1).index_fill(1, tokens_BT.new_tensor([tokens_BT.shape[1] - 1]), IGNORE)
 
 
 class ExpectedLoss(NamedTuple):
