@@ -7,10 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nki_moe.api import grouped_mlp, rope, routed_mlp
     from nki_moe.backend import Provider
-    from nki_moe.experts.api import grouped_mlp, routed_mlp
     from nki_moe.limits import Fit, check, check_rope
-    from nki_moe.rotary.api import rope
 
 __all__ = ["Fit", "Provider", "check", "check_rope", "grouped_mlp", "rope", "routed_mlp"]
 
@@ -21,9 +20,9 @@ _HOMES = {
     "Provider": "backend",
     "check": "limits",
     "check_rope": "limits",
-    "grouped_mlp": "experts.api",
-    "rope": "rotary.api",
-    "routed_mlp": "experts.api",
+    "grouped_mlp": "api",
+    "rope": "api",
+    "routed_mlp": "api",
 }
 
 

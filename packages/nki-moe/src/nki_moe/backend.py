@@ -14,9 +14,7 @@ import os
 from importlib.util import find_spec
 from typing import Literal, cast
 
-from nki_moe.nkilib import home
-
-__all__ = ["VARIABLE", "Backend", "Provider", "choose"]
+__all__ = ["VARIABLE", "Backend", "Provider", "choose", "nkilib_home"]
 
 VARIABLE = "NKI_MOE_BACKEND"
 Backend = Literal["torch", "sim", "nki"]
@@ -62,8 +60,20 @@ def choose(device_type: str, provider: str = "own") -> Backend:
             f"or set {VARIABLE}=torch"
         )
     if provider == "nkilib":
-        home()
+        nkilib_home()
     return cast(Backend, name)
+
+
+def nkilib_home() -> str:
+    """The name that nki-library is installed under; ModuleNotFoundError where it is not."""
+    for name in ("nkilib", "nkilib_src.nkilib"):  # neuronx-cc brings the first; a checkout's src folder has the second
+        if _exists(name):
+            return name
+    raise ModuleNotFoundError(
+        "provider='nkilib' asks for AWS's nki-library, and neither nkilib nor nkilib_src.nkilib can be imported; use "
+        "the Neuron DLAMI, "
+        "pip install git+https://github.com/aws-neuron/nki-library, or provider='own'"
+    )
 
 
 def _exists(module: str) -> bool:

@@ -1,7 +1,7 @@
 """The expert MLP as differentiable torch operators: nki_moe::grouped_mlp and its backward.
 
 Counts are data: neither a change of routing nor torch.compile makes another program. What runs is decided in
-backend.py; whose kernels, by `provider`. api.py has the functions that users call.
+backend.py; whose kernels, by `provider`. nki_moe/api.py has the functions that users call.
 
 T tokens, K experts a token, R rows (T*K when routed), E experts, D model dim, F hidden dim.
 """

@@ -7,11 +7,9 @@ Its contract (nki-library d2ad3a5, core/moe/moe_cte/bwmm_shard_on_I.py and
 experimental/moe/bwd/blockwise_mm_backward.py) is in layout.py.
 """
 
-from importlib.util import find_spec
-
 from nki_moe.limits import logical_cores
 
-__all__ = ["block_size", "check", "home"]
+__all__ = ["block_size", "check"]
 
 
 def check(
@@ -50,18 +48,3 @@ def check(
 def block_size(rows: int, experts: int) -> int:
     """Rows of a block: 256 or 512, which forward and backward both take; as many as an expert has on average."""
     return 512 if rows >= 512 * experts else 256
-
-
-def home() -> str:
-    """The name that nki-library is installed under; ModuleNotFoundError where it is not."""
-    for name in ("nkilib", "nkilib_src.nkilib"):  # neuronx-cc brings the first; a checkout's src folder has the second
-        try:
-            if find_spec(name) is not None:
-                return name
-        except (ModuleNotFoundError, ValueError):  # a parent is missing, or a stand-in without a spec
-            continue
-    raise ModuleNotFoundError(
-        "provider='nkilib' asks for AWS's nki-library, and neither nkilib nor nkilib_src.nkilib can be imported; use "
-        "the Neuron DLAMI, "
-        "pip install git+https://github.com/aws-neuron/nki-library, or provider='own'"
-    )

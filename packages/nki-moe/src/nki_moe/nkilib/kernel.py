@@ -6,10 +6,10 @@ Imported where one is launched and by nothing else. Dimensions as in layout.py.
 from importlib import import_module
 from typing import Any
 
-from nki_moe.nkilib import home
+from nki_moe.backend import nkilib_home
 from nki_moe.toolchain import nki
 
-_library = home()
+_library = nkilib_home()
 _forward = import_module(f"{_library}.core.moe.moe_cte.bwmm_shard_on_I").blockwise_mm_baseline_shard_intermediate
 _after = import_module(f"{_library}.core.utils.common_types").ExpertAffinityScaleMode.POST_SCALE
 _backward = import_module(f"{_library}.experimental.moe.bwd.blockwise_mm_backward").blockwise_mm_bwd

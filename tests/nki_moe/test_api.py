@@ -1,4 +1,4 @@
-"""Contract of experts/api.py: nki_moe.grouped_mlp and routed_mlp compute the definition and its gradients, and refuse
+"""Contract of api.py: nki_moe.grouped_mlp and routed_mlp compute the definition and its gradients, and refuse
 what does not fit with what would."""
 
 import nki_moe
