@@ -14,6 +14,9 @@ __all__ = ["AFTER", "BEFORE", "OWN", "Event", "Instant", "Phase", "reached"]
 class Phase(IntEnum):
     """What happens to a unit, in order."""
 
+    # Phases are parts of many keys, and an Enum's own hash is a call of Python code.
+    __hash__ = int.__hash__
+
     START = 0
     """The step, or this micro-batch of it, has not begun."""
     BEGUN = 1

@@ -1,7 +1,7 @@
 """What one core of a pipeline stage has: its units of FSDP, and the micro-batches that are in flight on it."""
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from neuron_parallel.memory import activations
@@ -34,9 +34,10 @@ class LayerUnit(NamedTuple):
     """The decoder layers of one kind: with experts, or without."""
 
     name: str
+    experts: bool
+    number: int
     unit: Buffers
     tape: Layer
-    number: int
 
 
 class HeadUnit(NamedTuple):
@@ -46,9 +47,16 @@ class HeadUnit(NamedTuple):
     loss: Loss
     reduced_first: Buffers
     """What is reduced before any layer: all of it, but with a chunked loss the head's table alone."""
-    chunk_gradient: Entry
-    """The table's gradient, to which the chunks of a loss add."""
-    table_gradient: Entry
+
+    @property
+    def chunk_gradient(self) -> Entry:
+        """The table's gradient, to which the chunks of a loss add, in the reduced dtype."""
+        return Entry("gradient buffers", "gradient of the head", self.unit.unit.parts[0].lasts(self.unit.r))
+
+    @property
+    def table_gradient(self) -> Entry:
+        """The table's gradient in the computed dtype."""
+        return Entry("gradient buffers", "gradient of the head", self.unit.unit.parts[0].lasts(self.unit.a))
 
 
 class Shared(NamedTuple):
@@ -72,11 +80,18 @@ class Stage:
         self.ahead = plan.ep > 1
         self.chunked = training.loss_chunks > 1
         self.resharded = training.reshard == "always" and not self.chunked
+        self.in_flight = min(plan.pp - stage, plan.micro_batches)
+        # A micro-batch at work finds the gradients of those that went backward before.
+        self.later = plan.micro_batches > self.in_flight
         self.head = self._head() if self.last else None
         self.layers = self._layers()
         self.embedding = self._embedding()
         self.parameters_of = self._parameters_of()
-        self.tables, self.beside = self._tables(), self._beside()
+        number = {
+            experts: sum(layer.number for layer in self.layers if layer.experts == experts) for experts in (True, False)
+        }
+        self.tables = _tables(self.s, number[True], number[False])
+        self.beside = self._beside()
 
     def _buffers(self, name: UnitName, moe: bool = False) -> Buffers:
         how = self.training
@@ -89,14 +104,7 @@ class Stage:
         first = unit
         if self.chunked:
             first = buffers(one_table(unit.unit), int(unit.a.value), int(unit.r.value), int(unit.p.value))
-        table, name = unit.unit.parts[0], "gradient of the head"
-        return HeadUnit(
-            unit,
-            activations.loss(self.plan, self.shape, self.training),
-            first,
-            Entry("gradient buffers", name, table.lasts(unit.r)),
-            Entry("gradient buffers", name, table.lasts(unit.a)),
-        )
+        return HeadUnit(unit, activations.loss(self.plan, self.shape, self.training), first)
 
     def _layers(self) -> list[LayerUnit]:
         shape = self.shape
@@ -105,9 +113,13 @@ class Stage:
         kinds = (("layers with experts", True, moe), ("layers", False, count - moe))
         return [
             LayerUnit(
-                name, self._buffers("layer", kind), activations.layer(self.plan, shape, self.training, kind), number
+                name,
+                experts,
+                number,
+                self._buffers("layer", experts),
+                activations.layer(self.plan, shape, self.training, experts),
             )
-            for name, kind, number in kinds
+            for name, experts, number in kinds
             if number
         ]
 
@@ -127,23 +139,30 @@ class Stage:
         names = [layer.name for layer in layers or self.layers]
         return (*([EMBEDDING] if self.embedding else ()), *names, *([HEAD] if self.head else ()))
 
-    def passes(self) -> list["MicroBatch"]:
-        """The micro-batches that meet most on this stage."""
-        in_flight = min(self.plan.pp - self.number, self.plan.micro_batches)
-        later = self.plan.micro_batches > in_flight
-        found = [MicroBatch(self, in_flight - 1, later, left=later)]
-        # Where as many are in flight as there are, the first backward pass meets all of their activations and no gradients, the
-        # second one micro-batch less and gradients.
-        if in_flight > 1 and not later:
-            found.append(MicroBatch(self, in_flight - 2, later=True, left=True))
-        return found
+    @cached_property
+    def first_pass(self) -> "MicroBatch":
+        """The micro-batch that meets most activations of others."""
+        return MicroBatch(self, self.in_flight - 1, self.later, left=self.later)
 
+    @cached_property
+    def passes(self) -> list["MicroBatch"]:
+        """The micro-batches of which one meets most in its backward pass.
+
+        Where as many are in flight as there are, the first one meets all of their activations and no gradients, the second one the
+        activations of one micro-batch less, and gradients.
+        """
+        if self.in_flight == 1 or self.later:
+            return [self.first_pass]
+        return [self.first_pass, MicroBatch(self, self.in_flight - 2, later=True, left=True)]
+
+    @cached_property
     def gathering(self) -> "MicroBatch":
         """The micro-batch that gathers most. In a pipeline whose parameters stay gathered, the first one alone gathers."""
-        if self.piped and self.stays:
+        if not self.piped:
+            return self.first_pass
+        if self.stays:
             return MicroBatch(self, 0, later=False, left=False)
-        in_flight = min(self.plan.pp - self.number, self.plan.micro_batches)
-        return MicroBatch(self, in_flight - 1, later=self.plan.micro_batches > in_flight, left=False)
+        return MicroBatch(self, self.in_flight - 1, self.later, left=False)
 
     def held(self, later: bool) -> bool:
         """Whether what was all-reduced over replicas is another tensor than the gradient: then FSDP2 holds it until the backward pass ends.
@@ -152,48 +171,58 @@ class Stage:
         """
         return self.plan.dp_replicate > 1 and (later or self.training.reduce_bytes != self.training.param_bytes)
 
-    def _tables(self) -> Group:
-        s, moe = self.s, sum(layer.number for layer in self.layers if layer.name != "layers")
-        found = [Entry("tables", "rope tables", sum(layer.number for layer in self.layers) * s.S * 2 * s.K * 4)]
-        if moe:
-            found.append(Entry("tables", "expert counts and biases", 2 * moe * s.E * 4))
-        return Group.of(*found)
-
     def inputs(self, others: int) -> Group:
-        """Inputs of the step; in a pipeline those of all micro-batches, and the buffers for what neighbours send.
-
-        `others`: micro-batches in flight beside the one at work.
-        """
-        s = self.s
+        """Inputs of the step and buffers for what neighbours send, with so many micro-batches in flight beside the one at work."""
         batches = self.plan.micro_batches if self.piped else 1
-        x, idle = s.t * s.D * s.a, batches - 1 - others
-        found = [Entry("working", "tokens, positions, labels", 3 * batches * s.T * 8)]
-        # Each micro-batch has a buffer, which keeps its gradient to the step's end.
-        if self.number and idle:
-            found.append(Entry("working", "received activations and their gradients", 2 * idle * x))
-        if not self.last:
-            found.append(Entry("working", "received gradients", batches * x))
-        return Group.of(*found)
+        idle = batches - 1 - others if self.number else 0
+        return _inputs(self.s, batches, idle, self.last)
 
     def _beside(self) -> Group:
         """What a micro-batch keeps beside its layers' activations."""
-        s = self.s
-        x = s.t * s.D * s.a
-        found: list[Entry] = []
-        if not self.number:
-            found += activations.embedded(self.plan, self.shape, self.training).kept
-        elif not any(layer.tape.keeps_input for layer in self.layers):
-            found.append(Entry("activations", "received activations", x))
-        if not self.last:
-            found.append(Entry("activations", "sent activations", x))
+        embedded = () if self.number else activations.embedded(self.plan, self.shape, self.training).kept
+        receives = self.number > 0 and not any(layer.tape.keeps_input for layer in self.layers)
         # What is recomputed needs the mask again.
-        if self.training.checkpointing != "none":
-            found += self.mask()
-        return Group.of(*found)
+        mask = self.mask() if self.training.checkpointing != "none" else ()
+        return _kept_beside(self.s, embedded, receives, not self.last, mask)
 
-    def mask(self) -> list[Entry]:
-        masked = self.training.attention == "masked"
-        return [Entry("attention", "document mask", self.s.T * self.s.S)] if masked else []
+    def mask(self) -> tuple[Entry, ...]:
+        return _mask(self.s) if self.training.attention == "masked" else ()
+
+
+@lru_cache(maxsize=4096)
+def _tables(s: Symbols, with_experts: int, without: int) -> Group:
+    found = [Entry("tables", "rope tables", (with_experts + without) * s.S * 2 * s.K * 4)]
+    if with_experts:
+        found.append(Entry("tables", "expert counts and biases", 2 * with_experts * s.E * 4))
+    return Group.of(*found)
+
+
+@lru_cache(maxsize=4096)
+def _inputs(s: Symbols, batches: int, idle: int, last: bool) -> Group:
+    """`idle`: micro-batches whose received activations have a buffer and are not in flight. The buffer keeps its gradient to the
+    step's end."""
+    x = s.t * s.D * s.a
+    found = [Entry("working", "tokens, positions, labels", 3 * batches * s.T * 8)]
+    if idle:
+        found.append(Entry("working", "received activations and their gradients", 2 * idle * x))
+    if not last:
+        found.append(Entry("working", "received gradients", batches * x))
+    return Group.of(*found)
+
+
+@lru_cache(maxsize=4096)
+def _kept_beside(
+    s: Symbols, embedded: tuple[Entry, ...], receives: bool, sends: bool, mask: tuple[Entry, ...]
+) -> Group:
+    x = s.t * s.D * s.a
+    received = [Entry("activations", "received activations", x)] if receives else []
+    sent = [Entry("activations", "sent activations", x)] if sends else []
+    return Group.of(*embedded, *received, *sent, *mask)
+
+
+@lru_cache(maxsize=4096)
+def _mask(s: Symbols) -> tuple[Entry, ...]:
+    return (Entry("attention", "document mask", s.T * s.S),)
 
 
 class MicroBatch:

@@ -24,9 +24,9 @@ from neuron_parallel.plan import ParallelPlan, Training
 __all__ = ["Symbols"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Symbols:
-    """The letters above, with their values."""
+    """The letters above, with their values. There is one object for equal ones (`Symbols.of`)."""
 
     B: Quantity
     S: Quantity

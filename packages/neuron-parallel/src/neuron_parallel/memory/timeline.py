@@ -16,6 +16,7 @@ from neuron_parallel.memory.fsdp_buffers import Buffers, reduction
 from neuron_parallel.memory.lifetimes import EMBEDDING, HEAD
 from neuron_parallel.memory.snapshot import Entry, Group, Memory, Snapshot
 from neuron_parallel.memory.stage import LayerUnit, MicroBatch, Stage
+from neuron_parallel.memory.symbols import Symbols
 from neuron_parallel.model import ModelShape
 from neuron_parallel.plan import ParallelPlan, Training
 
@@ -33,11 +34,30 @@ class Moment(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        return self.micro_batch.bytes(self.now) + sum([item.bytes for item in self.own])
+        total = self.micro_batch.bytes(self.now)
+        for item in self.own:
+            total += item.bytes
+        return total
 
     @property
     def snapshot(self) -> Snapshot:
         return Snapshot(self.where, (*self.micro_batch.terms(self.now), *((1, item) for item in self.own)))
+
+
+class Residual(NamedTuple):
+    """What flows between layers, and its gradient: "x" into a layer, "y" out of the last one."""
+
+    x: Entry
+    y: Entry
+    x_gradient: Entry
+    y_gradient: Entry
+
+
+@lru_cache(maxsize=4096)
+def _residual(s: Symbols) -> Residual:
+    size = s.t * s.D * s.a
+    values = (Entry("activations", name, size) for name in ("x", "y"))
+    return Residual(*values, *(Entry("working", f"gradient of {name}", size) for name in ("x", "y")))
 
 
 class Timeline:
@@ -45,11 +65,7 @@ class Timeline:
 
     def __init__(self, plan: ParallelPlan, shape: ModelShape, training: Training, stage: int) -> None:
         self.stage = Stage(plan, shape, training, stage)
-        self.passes = self.stage.passes()
-        s = self.stage.s
-        residual = s.t * s.D * s.a
-        self.x, self.y = (Entry("activations", name, residual) for name in ("x", "y"))
-        self.x_gradient, self.y_gradient = (Entry("working", f"gradient of {name}", residual) for name in ("x", "y"))
+        self.residual = _residual(self.stage.s)
 
     def memory(self) -> Memory:
         """All moments, in order of time."""
@@ -70,8 +86,8 @@ class Timeline:
         )
 
     def _forward(self) -> Iterator[Moment]:
-        stage, at = self.stage, self.passes[0]
-        gathers = stage.gathering() if stage.piped else at
+        stage, at = self.stage, self.stage.first_pass
+        gathers = stage.gathering
         if stage.embedding:
             unit, order = stage.embedding.unit, stage.chain()
             now = Instant(Phase.GATHER, EMBEDDING, 0, order)
@@ -92,22 +108,26 @@ class Timeline:
         def now(phase: Phase) -> Instant:
             return Instant(phase, layer.name, before, last)
 
-        gathering = (self.x, unit.flat, unit.copied)
+        gathering = (self.residual.x, unit.flat, unit.copied)
         yield Moment("gathering a layer", gathers, now(Phase.GATHER), gathering)
         if stage.embedding and not stage.ahead:
             then = Instant(Phase.GATHER, layer.name, 0, first)
             yield Moment("gathering the first layer", gathers, then, gathering)
         if stage.ahead and layer.number > 1:
-            yield Moment("gathering a layer ahead", gathers, now(Phase.BEGUN), (self.x, unit.ahead))
+            yield Moment("gathering a layer ahead", gathers, now(Phase.BEGUN), (self.residual.x, unit.ahead))
         if stage.ahead and stage.head and not stage.tied:
-            yield Moment("gathering the head ahead", gathers, now(Phase.FORWARD), (self.x, stage.head.unit.ahead))
-        mask = stage.mask() if stage.training.checkpointing == "none" else []
-        prefetched = [unit.flat] if stage.ahead and layer.number > 1 else []
-        own = (*mask, *prefetched, layer.tape.forward)
-        yield Moment(f"forward of a layer: {layer.tape.forward_at}", at, now(Phase.FORWARD), own)
+            yield Moment(
+                "gathering the head ahead", gathers, now(Phase.FORWARD), (self.residual.x, stage.head.unit.ahead)
+            )
+        own: list[Group | Entry] = [layer.tape.forward]
+        if stage.training.checkpointing == "none":
+            own += stage.mask()
+        if stage.ahead and layer.number > 1:
+            own.append(unit.flat)
+        yield Moment(f"forward of a layer: {layer.tape.forward_at}", at, now(Phase.FORWARD), tuple(own))
 
     def _loss(self) -> Iterator[Moment]:
-        stage, at = self.stage, self.passes[0]
+        stage, at = self.stage, self.stage.first_pass
         if not stage.head:
             return
         head, unit, s, order = stage.head, stage.head.unit, stage.s, stage.chain(*stage.layers[::-1])
@@ -119,7 +139,7 @@ class Timeline:
         if not stage.tied:
             # The head's gather has one part: the flat buffer of the layer before lives through it, also if it was begun ahead.
             before = [stage.layers[0].unit.last_flat] if stage.ahead and stage.layers else []
-            yield Moment("gathering the head", at, now(Phase.GATHER), (self.y, *before, *gathering))
+            yield Moment("gathering the head", at, now(Phase.GATHER), (self.residual.y, *before, *gathering))
         for where, group in head.loss.moments:
             phase = Phase.FORWARD if where.startswith("head") else Phase.LOSS
             yield Moment(f"loss: {where}", at, now(phase), (group,))
@@ -134,7 +154,8 @@ class Timeline:
         if stage.piped or (stage.tied and not stage.chunked):
             return
         # The table of a chunked loss is reduced while everything else still lives.
-        then, beside = (now(Phase.TABLE), ()) if stage.chunked else (now(Phase.REDUCE), (self.y_gradient,))
+        then = now(Phase.TABLE if stage.chunked else Phase.REDUCE)
+        beside = [] if stage.chunked else [self.residual.y_gradient]
         for where, group in self._reduction(head.reduced_first, at, summed=stage.chunked):
             yield Moment(f"reducing the head: {where}", at, then, (*beside, group))
 
@@ -142,7 +163,7 @@ class Timeline:
         return reduction(unit, summed, new=not at.later, held=self.stage.held(at.later))
 
     def _backward(self) -> Iterator[Moment]:
-        for at, layer in product(self.passes, self.stage.layers):
+        for at, layer in product(self.stage.passes, self.stage.layers):
             others = [other for other in self.stage.layers if other is not layer]
             yield from self._backward_of("last", layer, at, 0, self.stage.chain(*others, layer))
             yield from self._backward_of("first", layer, at, layer.number - 1, self.stage.chain(layer, *others))
@@ -158,16 +179,16 @@ class Timeline:
                 yield Moment(f"gathering the {which} layer for its backward", at, again, (gathering,))
         if tape.recompute:
             where = f"recomputation of the {which} layer: {tape.recompute_at}"
-            yield Moment(where, at, now, (tape.recompute, self.x_gradient))
+            yield Moment(where, at, now, (tape.recompute, self.residual.x_gradient))
         in_place = _added_in_place(unit, stage, at)
         backward = _one_gradient_at_a_time(tape.backward) if in_place else tape.backward
         yield Moment(f"backward of the {which} layer: {tape.backward_at}", at, now, (backward,))
         if not in_place:
-            yield Moment(f"end of the {which} layer's backward", at, now, (self.x_gradient, unit.unreduced))
+            yield Moment(f"end of the {which} layer's backward", at, now, (self.residual.x_gradient, unit.unreduced))
         if not stage.piped:
             then = now._replace(phase=Phase.REDUCE)
             for where, group in self._reduction(unit, at):
-                yield Moment(f"reducing the {which} layer: {where}", at, then, (self.x_gradient, group))
+                yield Moment(f"reducing the {which} layer: {where}", at, then, (self.residual.x_gradient, group))
 
     def _embedding(self) -> Iterator[Moment]:
         stage = self.stage
@@ -177,7 +198,7 @@ class Timeline:
         if stage.tied and stage.chunked and stage.head:
             unit = stage.head.reduced_first
         end = activations.embedded(stage.plan, stage.shape, stage.training).backward
-        for at in self.passes:
+        for at in stage.passes:
             now = Instant(Phase.BACKWARD, EMBEDDING, 0, stage.chain())
             if stage.piped:
                 if not stage.stays:
@@ -195,7 +216,7 @@ class Timeline:
         for name, _, unit in stage.parameters_of if stage.piped else []:
             now = Instant(Phase.SUM, name, 0, stage.chain())
             for where, group in reduction(unit, summed=True, held=stage.held(later=False)):
-                yield Moment(f"reducing a stage's sums: {where}", self.passes[0], now, (group,))
+                yield Moment(f"reducing a stage's sums: {where}", stage.first_pass, now, (group,))
 
     def _optimizer(self) -> Iterator[Moment]:
         stage = self.stage
@@ -203,7 +224,7 @@ class Timeline:
         if stage.training.optimizer == "foreach":
             roots = [Group((number, unit.roots)) for _, number, unit in stage.parameters_of]
         now = Instant(Phase.OPTIMIZER, stage.parameters_of[0][0], 0, stage.chain())
-        yield Moment("optimizer step", self.passes[0], now, tuple(roots))
+        yield Moment("optimizer step", stage.first_pass, now, tuple(roots))
 
 
 def _added_in_place(unit: Buffers, stage: Stage, at: MicroBatch) -> bool:
