@@ -9,11 +9,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from neuron_parallel.files import whole_file
 from neuron_parallel.hardware import GIB, INSTANCES, Cluster, instance
 from neuron_parallel.memory import Memory, device_allowance
 from neuron_parallel.model import ModelShape
 from neuron_parallel.plan import ParallelPlan, Training, validate
-from neuron_parallel.search import FIXABLE, Choice, suggest
+from neuron_parallel.search import FIXABLE, MODES, Choice, Suggestions, suggest
 
 __all__ = ["main", "memory_table"]
 
@@ -107,51 +108,63 @@ def _run(options: argparse.Namespace, models: Mapping[str, Mapping[str, Any]]) -
     cluster = Cluster(instance(options.instance), options.nodes, options.lnc, options.cores)
     fixed = _fixed(options)
     training = Training(attention=options.attention, loss_chunks=options.loss_chunks, dispatcher=options.dispatcher)
-    modes = (options.checkpointing,) if options.checkpointing else ("none", "selective", "full")
-    print(
-        f"{options.model}: {shape.parameters / 1e9:.2f} billion parameters, {shape.active_parameters / 1e9:.2f} a token; "
-        f"{cluster.cores} logical cores ({cluster.nodes} x {cluster.instance.name}, LNC={cluster.lnc}) of {cluster.hbm_bytes / GIB:.0f} "
-        f"GiB and {cluster.peak_flops() / 1e12:.2f} BF16 TFLOPS each (the denominator of MFU)"
-    )
+    modes = (options.checkpointing,) if options.checkpointing else MODES
+    print(_heading(options.model, shape, cluster))
     found = suggest(shape, cluster, fixed, training, modes)
     if not found.choices:
         return _explain_nothing(found, fixed, shape, cluster, training)
-    shown = found.choices[: max(1, options.top)]
-    which = "all" if len(shown) == len(found.choices) else f"the first {len(shown)}"
-    print(
-        f"{found.considered} layouts are valid, {len(found.choices)} of them fit; {which}, fastest first (modelled):\n"
-    )
-    rows = [("", "layout", "micro-batch", "checkpointing", "GiB", "step s", "tokens/s", "MFU", "why")]
-    for number, choice in enumerate(shown, 1):
-        time = choice.time
-        rows.append(
-            (
-                str(number),
-                str(choice.plan),
-                str(choice.plan.micro_batch),
-                choice.training.checkpointing,
-                f"{choice.peak / GIB:.1f}",
-                f"{time.seconds:.2f}",
-                f"{time.tokens_per_second:,.0f}",
-                f"{time.mfu:.0%}",
-                choice.reason,
-            )
-        )
-    _print_table(rows)
+    _print_choices(found, max(1, options.top))
     best = found.choices[0]
     print(f"\nThe first: {best.plan}")
     print(memory_table(best.memory, cluster, formulas=options.formulas))
     for finding in validate(best.plan, shape, cluster, best.training):
         print(finding)
     if options.figure:
-        from neuron_parallel.memory.figure import draw_memory
-
-        title = f"{options.model} on {cluster.nodes} x {cluster.instance.name}: {best.plan}, {best.training.checkpointing} checkpointing"
-        draw_memory(best.memory, options.figure, cluster.hbm_bytes, title, device_allowance(cluster))
-        print(f"figure: {options.figure}")
+        _draw(options, best, cluster)
     if options.launch:
         _write_launch(options, best, cluster)
     return 0
+
+
+def _heading(model: str, shape: ModelShape, cluster: Cluster) -> str:
+    return (
+        f"{model}: {shape.parameters / 1e9:.2f} billion parameters, {shape.active_parameters / 1e9:.2f} a token; "
+        f"{cluster.cores} logical cores ({cluster.nodes} x {cluster.instance.name}, LNC={cluster.lnc}) of {cluster.hbm_bytes / GIB:.0f} "
+        f"GiB and {cluster.peak_flops() / 1e12:.2f} BF16 TFLOPS each (the denominator of MFU)"
+    )
+
+
+def _print_choices(found: Suggestions, count: int) -> None:
+    shown = found.choices[:count]
+    which = "all" if len(shown) == len(found.choices) else f"the first {len(shown)}"
+    print(
+        f"{found.considered} layouts are valid, {len(found.choices)} of them fit; {which}, fastest first (modelled):\n"
+    )
+    rows = [("", "layout", "micro-batch", "checkpointing", "GiB", "step s", "tokens/s", "MFU", "why")]
+    _print_table([*rows, *(_choice_row(number, choice) for number, choice in enumerate(shown, 1))])
+
+
+def _choice_row(number: int, choice: Choice) -> tuple[str, ...]:
+    time = choice.time
+    return (
+        str(number),
+        str(choice.plan),
+        str(choice.plan.micro_batch),
+        choice.training.checkpointing,
+        f"{choice.peak / GIB:.1f}",
+        f"{time.seconds:.2f}",
+        f"{time.tokens_per_second:,.0f}",
+        f"{time.mfu:.0%}",
+        choice.reason,
+    )
+
+
+def _draw(options: argparse.Namespace, best: Choice, cluster: Cluster) -> None:
+    from neuron_parallel.memory.figure import draw_memory
+
+    title = f"{options.model} on {cluster.nodes} x {cluster.instance.name}: {best.plan}, {best.training.checkpointing} checkpointing"
+    draw_memory(best.memory, options.figure, cluster.hbm_bytes, title, device_allowance(cluster))
+    print(f"figure: {options.figure}")
 
 
 def _write_launch(options: argparse.Namespace, best: Choice, cluster: Cluster) -> None:
@@ -161,11 +174,10 @@ def _write_launch(options: argparse.Namespace, best: Choice, cluster: Cluster) -
     files = launch_files(best.plan, cluster, options.command, folder=str(options.launch), training=best.training)
     for name, text in files.items():
         file = options.launch / name
-        temporary = file.with_name(f".{name}.part")
-        temporary.write_text(text)
-        if name.endswith(".sh"):
-            temporary.chmod(0o755)
-        temporary.replace(file)
+        with whole_file(file) as temporary:
+            temporary.write_text(text)
+            if name.endswith(".sh"):
+                temporary.chmod(0o755)
         print(f"launch: {file}")
 
 
@@ -203,7 +215,7 @@ def _fixed(options: argparse.Namespace) -> dict[str, int]:
 
 
 def _explain_nothing(
-    found: Any, fixed: Mapping[str, int], shape: ModelShape, cluster: Cluster, training: Training
+    found: Suggestions, fixed: Mapping[str, int], shape: ModelShape, cluster: Cluster, training: Training
 ) -> int:
     """Why there is nothing to choose from."""
     if found.cut is None:

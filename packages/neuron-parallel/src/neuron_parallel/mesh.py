@@ -22,10 +22,9 @@ __all__ = ["build_meshes", "mesh_shapes", "placements"]
 
 def mesh_shapes(plan: ParallelPlan) -> dict[str, dict[str, int]]:
     """Axis names and sizes of both views. `plan` resolved; ValueError when ep does not divide dp_shard * cp * tp."""
-    inner = plan.dp_shard * plan.cp * plan.tp
-    if inner % plan.ep:
+    if plan.inner % plan.ep:
         raise ValueError(
-            f"ep {plan.ep} does not divide dp_shard {plan.dp_shard} * cp {plan.cp} * tp {plan.tp} = {inner}"
+            f"ep {plan.ep} does not divide dp_shard {plan.dp_shard} * cp {plan.cp} * tp {plan.tp} = {plan.inner}"
         )
     outer = {"pp": plan.pp, "dp_replicate": plan.dp_replicate}
     return {

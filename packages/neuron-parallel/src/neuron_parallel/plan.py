@@ -31,6 +31,7 @@ __all__ = [
     "errors",
     "expert_shard_dim",
     "stage_layers",
+    "stays_gathered",
     "validate",
 ]
 
@@ -66,8 +67,7 @@ class ParallelPlan:
         """The plan with dp_shard=-1 and global_batch=-1 filled in, as TorchTitan does: cores // the other degrees, at least 1."""
         if self.dp_shard != -1 and self.global_batch != -1:
             return self
-        others = self.dp_replicate * self.cp * self.tp * self.pp
-        shard = max(1, cores // others) if self.dp_shard == -1 and others > 0 else self.dp_shard
+        shard = max(1, cores // self.others) if self.dp_shard == -1 and self.others > 0 else self.dp_shard
         batch = self.micro_batch * self.dp_replicate * shard if self.global_batch == -1 else self.global_batch
         return replace(self, dp_shard=shard, global_batch=batch)
 
@@ -84,11 +84,22 @@ class ParallelPlan:
     @property
     def efsdp(self) -> int:
         """Ranks that share the experts of one EP rank."""
-        return self.dp_shard * self.cp * self.tp // self.ep
+        return self.inner // self.ep
+
+    @property
+    def inner(self) -> int:
+        """Ranks of one replica of one pipeline stage, which both views of the ranks divide among their axes."""
+        return self.dp_shard * self.cp * self.tp
+
+    @property
+    def others(self) -> int:
+        """The product of all degrees but dp_shard."""
+        return self.dp_replicate * self.cp * self.tp * self.pp
 
     @property
     def world(self) -> int:
-        return self.dp_replicate * self.dp_shard * self.cp * self.tp * self.pp
+        """Ranks of the run: the product of all degrees, without ep, whose ranks are those of the others."""
+        return self.others * self.dp_shard
 
     @property
     def micro_batches(self) -> int:
@@ -115,15 +126,14 @@ class ParallelPlan:
 
     def strides(self) -> dict[str, tuple[int, int]]:
         """(size, distance between neighbouring members in ranks) of each axis with more than one member."""
-        inner = self.dp_shard * self.cp * self.tp
         axes = {
             "tp": (self.tp, 1),
             "cp": (self.cp, self.tp),
             "fsdp": (self.fsdp, self.tp),
             "ep": (self.ep, 1),
             "efsdp": (self.efsdp if self.ep > 1 else 1, self.ep),
-            "dp_replicate": (self.dp_replicate, inner),
-            "pp": (self.pp, self.dp_replicate * inner),
+            "dp_replicate": (self.dp_replicate, self.inner),
+            "pp": (self.pp, self.dp_replicate * self.inner),
         }
         return {name: axis for name, axis in axes.items() if axis[0] > 1}
 
@@ -243,7 +253,7 @@ def _degrees(plan: ParallelPlan) -> Iterator[Finding]:
 def _world(plan: ParallelPlan, cores: int) -> Iterator[Finding]:
     if plan.world == cores:
         return
-    others = plan.dp_replicate * plan.cp * plan.tp * plan.pp
+    others = plan.others
     product = " * ".join(
         f"{name} {getattr(plan, name)}"
         for name in ("dp_replicate", "dp_shard", "cp", "tp", "pp")
@@ -310,7 +320,7 @@ def _experts(plan: ParallelPlan, shape: ModelShape, training: Training) -> Itera
     if plan.ep > 1 and not shape.num_experts:
         yield Finding("ep", f"ep {plan.ep} with a dense model: it has no experts; use ep 1", origin="plan")
         return
-    inner = plan.dp_shard * plan.cp * plan.tp
+    inner = plan.inner
     if inner % plan.ep:
         yield Finding(
             "sparse_mesh",
@@ -352,6 +362,14 @@ def expert_shard_dim(plan: ParallelPlan, num_experts: int) -> int:
     The ranks are those that hold different shards: efsdp * ep, or dp_shard * cp without EP. Replicas hold the same ones.
     """
     return 1 if (plan.efsdp * plan.ep if plan.ep > 1 else plan.fsdp) > num_experts else 0
+
+
+def stays_gathered(plan: ParallelPlan, training: Training) -> bool:
+    """Whether parameters stay gathered after their forward pass: until their unit's backward pass, in a pipeline until the step's end.
+
+    TorchTitan's `default` policy reshards without a pipeline only (get_fsdp_reshard_after_forward_policy).
+    """
+    return training.reshard == "never" or (training.reshard == "default" and plan.pp > 1)
 
 
 @lru_cache(maxsize=256)
@@ -407,78 +425,79 @@ def _batch(plan: ParallelPlan) -> Iterator[Finding]:
 
 def _device(plan: ParallelPlan, shape: ModelShape, training: Training) -> Iterator[Finding]:
     """What Neuron's kernels and collectives ask for. Field reports and pre-release sources: causes for care, not promises."""
-    queries = plan.seq_len // plan.cp
     if training.attention == "flash":
-        if queries % 512 or plan.seq_len % 512:
-            yield Finding(
-                "flash_length",
-                f"the fused attention kernel takes lengths that are multiples of 512 (128 when compiled), here {queries} queries and "
-                f"{plan.seq_len} keys; others run a much slower path. Nearest seq_len: {_near_multiples(plan.seq_len, 512 * plan.cp)}",
-                "warning",
-                "neuron",
-            )
-        if shape.head_dim > 128:
-            yield Finding(
-                "flash_head_dim",
-                f"head_dim {shape.head_dim} is over the 128 of the fused attention kernel: a much slower path runs",
-                "warning",
-                "neuron",
-            )
+        yield from _flash_attention(plan, shape)
     else:
-        rows = plan.micro_batch * queries * plan.seq_len
-        heads = shape.num_attention_heads // plan.tp
-        size, what = (
-            (rows * training.compute_bytes, "as an additive mask in each layer")
-            if training.attention == "masked"
-            else (rows * heads * training.compute_bytes, f"of scores for {heads} heads in each layer")
-        )
-        yield Finding(
-            "dense_mask",
-            f"attention {training.attention!r} keeps {size / (1 << 20):,.0f} MiB {what}, and Neuron's fused kernel takes no mask: "
-            "document_mask='causal' runs on it",
-            "warning",
-            "neuron",
-        )
+        yield _dense_mask(plan, shape, training)
     if shape.num_experts:
-        rows = (
-            plan.micro_batch * plan.seq_len // (plan.cp * (plan.tp if plan.ep > 1 else 1)) * shape.num_experts_per_tok
-        )
-        if rows % 128:
-            yield Finding(
-                "grouped_rows",
-                f"{rows} routed rows a core (micro_batch * seq_len / cp / tp * {shape.num_experts_per_tok}) are no multiple of the "
-                f"128 that grouped products take; nearest: {_near_multiples(rows, 128)}",
-                "warning",
-                "neuron",
-            )
+        yield from _grouped_rows(plan, shape)
     if plan.ep > 1 and training.dispatcher == "all-to-all":
-        yield Finding(
+        yield _warning(
             "equal_splits",
             "Neuron's all_to_all_single takes equal splits only, routed rows are uneven: use gather or capacity",
-            "warning",
-            "neuron",
         )
     if plan.pp > 1:
-        yield Finding(
+        yield _warning(
             "send_recv",
             "pipeline parallel needs send and recv, which TorchNeuron had not in April 2026 and lists since SDK 2.33",
-            "warning",
-            "neuron",
         )
-    gathered = shape.vocab_size * shape.hidden_size // plan.tp * training.compute_bytes
-    if shape.num_experts:
-        share = plan.ep if plan.ep > 1 else plan.tp
-        gathered = max(
-            gathered,
-            3 * shape.num_experts * shape.moe_intermediate_size * shape.hidden_size // share * training.compute_bytes,
+    yield from _large_gather(plan, shape, training)
+
+
+def _warning(rule: str, message: str) -> Finding:
+    return Finding(rule, message, "warning", "neuron")
+
+
+def _flash_attention(plan: ParallelPlan, shape: ModelShape) -> Iterator[Finding]:
+    queries = plan.seq_len // plan.cp
+    if queries % 512 or plan.seq_len % 512:
+        yield _warning(
+            "flash_length",
+            f"the fused attention kernel takes lengths that are multiples of 512 (128 when compiled), here {queries} queries and "
+            f"{plan.seq_len} keys; others run a much slower path. Nearest seq_len: {_near_multiples(plan.seq_len, 512 * plan.cp)}",
         )
+    if shape.head_dim > 128:
+        yield _warning(
+            "flash_head_dim",
+            f"head_dim {shape.head_dim} is over the 128 of the fused attention kernel: a much slower path runs",
+        )
+
+
+def _dense_mask(plan: ParallelPlan, shape: ModelShape, training: Training) -> Finding:
+    entries = plan.micro_batch * (plan.seq_len // plan.cp) * plan.seq_len * training.compute_bytes
+    heads = shape.num_attention_heads // plan.tp
+    size, what = (
+        (entries, "as an additive mask in each layer")
+        if training.attention == "masked"
+        else (entries * heads, f"of scores for {heads} heads in each layer")
+    )
+    return _warning(
+        "dense_mask",
+        f"attention {training.attention!r} keeps {size / (1 << 20):,.0f} MiB {what}, and Neuron's fused kernel takes no mask: "
+        "document_mask='causal' runs on it",
+    )
+
+
+def _grouped_rows(plan: ParallelPlan, shape: ModelShape) -> Iterator[Finding]:
+    split = plan.cp * (plan.tp if plan.ep > 1 else 1)
+    rows = plan.micro_batch * plan.seq_len // split * shape.num_experts_per_tok
+    if rows % 128:
+        yield _warning(
+            "grouped_rows",
+            f"{rows} routed rows a core (micro_batch * seq_len / cp / tp * {shape.num_experts_per_tok}) are no multiple of the "
+            f"128 that grouped products take; nearest: {_near_multiples(rows, 128)}",
+        )
+
+
+def _large_gather(plan: ParallelPlan, shape: ModelShape, training: Training) -> Iterator[Finding]:
+    table = shape.vocab_size * shape.hidden_size // plan.tp
+    experts = 3 * shape.num_experts * shape.moe_intermediate_size * shape.hidden_size
+    gathered = max(table, experts // (plan.ep if plan.ep > 1 else plan.tp)) * training.compute_bytes
     if max(plan.fsdp, plan.efsdp) > 1 and gathered > 4e9:
-        yield Finding(
+        yield _warning(
             "large_gather",
             f"one all-gather makes a tensor of {gathered / 1e9:.1f} GB; tensors of 4 to 5 GB failed in collectives. Raise "
             f"{'ep' if shape.num_experts else 'tp'}",
-            "warning",
-            "neuron",
         )
 
 

@@ -20,7 +20,7 @@ from neuron_parallel.model import ModelShape
 from neuron_parallel.plan import ParallelPlan, Training, divisors, errors
 from neuron_parallel.step_time import EFFICIENCY, StepTime, step_time
 
-__all__ = ["FIXABLE", "Choice", "Cut", "Suggestions", "suggest"]
+__all__ = ["FIXABLE", "MODES", "Choice", "Cut", "Suggestions", "suggest"]
 
 FIXABLE = (
     "dp_replicate",

@@ -14,12 +14,13 @@ small messages look better than they are.
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from neuron_parallel.hardware import Cluster
 from neuron_parallel.memory.symbols import Symbols
 from neuron_parallel.model import ModelShape
 from neuron_parallel.parameters import parameters, unit_numbers
-from neuron_parallel.plan import ParallelPlan, Training, stage_layers
+from neuron_parallel.plan import ParallelPlan, Training, stage_layers, stays_gathered
 
 __all__ = ["EFFICIENCY", "StepTime", "step_time"]
 
@@ -84,76 +85,127 @@ class StepTime:
 def step_time(
     plan: ParallelPlan, shape: ModelShape, cluster: Cluster, training: Training, efficiency: float = EFFICIENCY
 ) -> StepTime:
-    """The estimate for a resolved plan."""
-    s = Symbols.of(plan, shape, training)
-    repeats = _RECOMPUTED[training.checkpointing]
-    layers = max(stage_layers(shape.num_hidden_layers, plan.pp))
-    micro = plan.micro_batches
-    tokens = plan.global_batch * plan.seq_len
-    flops = 3 * shape.flops_per_token(plan.seq_len) * tokens
-    peak = cluster.peak_flops("bf16" if training.compute_bytes == 2 else "fp32")
-    balance = layers * plan.pp / shape.num_hidden_layers if plan.pp > 1 else 1.0
-    compute = flops * (3 + repeats) / 3 * balance / (plan.world * peak * efficiency)
+    """Estimate a step's time.
 
-    local, dense, experts, other = _elements(shape, plan.dp_shard, plan.cp, plan.tp, plan.ep)
-    a, r, p = training.compute_bytes, training.reduce_bytes, training.param_bytes
-    weights = layers * (dense + experts) + other
-    activations = layers * _activation_bytes(s)
-    memory = micro * (3 * weights * a + 4 * activations) / cluster.hbm_bandwidth
+    Args:
+        plan: a resolved plan.
+        shape: the model's sizes.
+        cluster: the machine.
+        training: checkpointing, dtypes, dispatcher.
+        efficiency: share of the peak FLOP/s that matrix products reach, 0 to 1.
 
-    strides = plan.strides()
-
-    def seconds(axis: str, size: float) -> float:
-        """A ring pass over `size` gathered bytes."""
-        if axis not in strides:
-            return 0.0
-        n, stride = strides[axis]
-        return size * (n - 1) / n / cluster.group_bandwidth(n, stride)[0]
-
-    gathers = 1 if training.reshard == "never" or (training.reshard == "default" and plan.pp > 1) else 2 * micro
-    reduces = 1 if plan.pp > 1 else micro
-    each = gathers * a + reduces * r
-    expert_axis = "efsdp" if plan.ep > 1 else "fsdp"
-    fsdp = seconds("fsdp", each * (layers * dense + other)) + seconds(expert_axis, each * layers * experts)
-
-    T, D = s.T.value, s.D.value
-    passes = 2 + (1 if repeats == 1 else 0)
-    tp = micro * layers * passes * 4 * seconds("tp", T * D * a)
-    if shape.num_experts and plan.ep > 1:
-        tp /= 2  # experts take the tokens as they are split
-    cp = micro * layers * (passes + 1) * 2 * seconds("cp", T * plan.cp * s.G.value * s.K.value * a)
-    exchanged = plan.ep * s.m.value if training.dispatcher == "gather" else s.R.value
-    ep = micro * layers * passes * 2 * seconds("ep", exchanged * D * a) if shape.num_experts else 0.0
+    Returns:
+        Seconds by resource.
+    """
+    work = _Work(plan, shape, cluster, training, efficiency)
+    compute, memory, fsdp = work.compute(), work.memory(), work.fsdp()
+    tp, cp, ep = work.tensor_parallel(), work.context_parallel(), work.expert_parallel()
     busy = max(compute, memory, fsdp) + tp + cp + ep
-    bubble = busy * (plan.pp - 1) / micro
-    replicas = 2 * seconds("dp_replicate", layers * local * r)
-    optimizer = 7 * layers * local * p / cluster.hbm_bandwidth
+    held = work.layers * work.elements.held
     return StepTime(
-        compute,
-        memory,
-        fsdp,
-        tp,
-        cp,
-        ep,
-        replicas,
-        optimizer,
-        bubble,
-        tokens,
-        plan.world * cluster.peak_flops("bf16"),
-        flops,
+        compute=compute,
+        memory=memory,
+        fsdp=fsdp,
+        tp=tp,
+        cp=cp,
+        ep=ep,
+        replicas=2 * work.ring("dp_replicate", held * training.reduce_bytes),
+        optimizer=7 * held * training.param_bytes / cluster.hbm_bandwidth,
+        bubble=busy * (plan.pp - 1) / plan.micro_batches,
+        tokens=plan.global_batch * plan.seq_len,
+        flops=plan.world * cluster.peak_flops("bf16"),
+        model_flops=work.model_flops,
     )
 
 
+class _Elements(NamedTuple):
+    """Parameters of a model, in elements on one core."""
+
+    held: int
+    """Shards of one layer."""
+    dense: int
+    experts: int
+    """One layer's, gathered: the experts', and all others."""
+    other: int
+    """Embedding, final norm and head, gathered."""
+
+
+class _Work:
+    """What a core does in a step; each method gives seconds."""
+
+    def __init__(
+        self, plan: ParallelPlan, shape: ModelShape, cluster: Cluster, training: Training, efficiency: float
+    ) -> None:
+        self.plan, self.shape, self.cluster, self.training, self.efficiency = plan, shape, cluster, training, efficiency
+        self.s = Symbols.of(plan, shape, training)
+        self.layers = max(stage_layers(shape.num_hidden_layers, plan.pp))
+        self.elements = _elements(shape, plan.dp_shard, plan.cp, plan.tp, plan.ep)
+        self.model_flops = 3 * shape.flops_per_token(plan.seq_len) * plan.global_batch * plan.seq_len
+        self.repeats = _RECOMPUTED[training.checkpointing]
+        self.passes = 3 if self.repeats == 1 else 2
+        """Passes over the layers that exchange activations: forward, backward, and forward again with full checkpointing."""
+        self._strides = plan.strides()
+
+    def ring(self, axis: str, size: float) -> float:
+        """A ring pass over `size` gathered bytes along an axis."""
+        if axis not in self._strides:
+            return 0.0
+        n, stride = self._strides[axis]
+        return size * (n - 1) / n / self.cluster.group_bandwidth(n, stride)[0]
+
+    def compute(self) -> float:
+        plan = self.plan
+        peak = self.cluster.peak_flops("bf16" if self.training.compute_bytes == 2 else "fp32")
+        # The stage with most layers sets the pace of a pipeline.
+        balance = self.layers * plan.pp / self.shape.num_hidden_layers if plan.pp > 1 else 1.0
+        return self.model_flops * (3 + self.repeats) / 3 * balance / (plan.world * peak * self.efficiency)
+
+    def memory(self) -> float:
+        _, dense, experts, other = self.elements
+        weights = (self.layers * (dense + experts) + other) * self.training.compute_bytes
+        activations = self.layers * _activation_bytes(self.s)
+        return self.plan.micro_batches * (3 * weights + 4 * activations) / self.cluster.hbm_bandwidth
+
+    def fsdp(self) -> float:
+        plan, how = self.plan, self.training
+        _, dense, experts, other = self.elements
+        gathers = 1 if stays_gathered(plan, how) else 2 * plan.micro_batches
+        reduces = 1 if plan.pp > 1 else plan.micro_batches
+        each = gathers * how.compute_bytes + reduces * how.reduce_bytes
+        expert_axis = "efsdp" if plan.ep > 1 else "fsdp"
+        return self.ring("fsdp", each * (self.layers * dense + other)) + self.ring(
+            expert_axis, each * self.layers * experts
+        )
+
+    def tensor_parallel(self) -> float:
+        size = self.s.T.value * self.s.D.value * self.training.compute_bytes
+        seconds = self.plan.micro_batches * self.layers * self.passes * 4 * self.ring("tp", size)
+        # With expert parallel the experts take the tokens as they are split: half of the exchanges are attention's.
+        return seconds / 2 if self.shape.num_experts and self.plan.ep > 1 else seconds
+
+    def context_parallel(self) -> float:
+        s = self.s
+        size = s.T.value * self.plan.cp * s.G.value * s.K.value * self.training.compute_bytes
+        return self.plan.micro_batches * self.layers * (self.passes + 1) * 2 * self.ring("cp", size)
+
+    def expert_parallel(self) -> float:
+        if not self.shape.num_experts:
+            return 0.0
+        gather = self.training.dispatcher == "gather"
+        rows = self.plan.ep * self.s.m.value if gather else self.s.R.value
+        size = rows * self.s.D.value * self.training.compute_bytes
+        return self.plan.micro_batches * self.layers * self.passes * 2 * self.ring("ep", size)
+
+
 @lru_cache(maxsize=8192)
-def _elements(shape: ModelShape, dp_shard: int, cp: int, tp: int, ep: int) -> tuple[int, int, int, int]:
-    """(held a layer, gathered a layer dense and experts, gathered embedding and head)."""
+def _elements(shape: ModelShape, dp_shard: int, cp: int, tp: int, ep: int) -> _Elements:
     plan = ParallelPlan(dp_shard=dp_shard, cp=cp, tp=tp, ep=ep)
     table = parameters(shape)
     layer = list(unit_numbers(table, plan, "layer"))
     dense = sum(full for row, _, full in layer if not row.expert)
     experts = sum(full for row, _, full in layer if row.expert)
     other = sum(full for name in ("embedding", "head") for _, _, full in unit_numbers(table, plan, name))
-    return sum(held for _, held, _ in layer), dense, experts, other
+    return _Elements(sum(held for _, held, _ in layer), dense, experts, other)
 
 
 def _activation_bytes(s: Symbols) -> float:

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from neuron_parallel.files import whole_file
 from neuron_parallel.memory.snapshot import PARTS, Memory
 
 __all__ = ["draw_memory"]
@@ -36,6 +37,5 @@ def draw_memory(report: Memory, path: Path, limit: float, title: str, allowance:
     axes.set_title(title, fontsize=10)
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.part")
-    figure.savefig(temporary, dpi=110, format="png")
-    temporary.replace(path)
+    with whole_file(path) as temporary:
+        figure.savefig(temporary, dpi=110, format="png")

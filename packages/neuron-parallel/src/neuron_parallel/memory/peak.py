@@ -16,10 +16,9 @@ from neuron_parallel.hardware import Cluster
 from neuron_parallel.memory import activations
 from neuron_parallel.memory.fsdp_units import fsdp_unit
 from neuron_parallel.memory.snapshot import Memory
-from neuron_parallel.memory.stage import stays
 from neuron_parallel.memory.timeline import Timeline
 from neuron_parallel.model import ModelShape
-from neuron_parallel.plan import ParallelPlan, Training, stage_layers
+from neuron_parallel.plan import ParallelPlan, Training, stage_layers, stays_gathered
 
 __all__ = ["core_memory", "device_allowance", "least_bytes", "peak_bytes"]
 
@@ -90,6 +89,6 @@ def _least(plan: ParallelPlan, shape: ModelShape, training: Training, moe: bool)
     unit, kept = fsdp_unit(shape, plan, "layer", moe), activations.kept(plan, shape, training, moe).bytes
     whole = activations.kept(plan, shape, training.without_mode, moe).bytes
     held, gathered = unit.owned * training.param_bytes, unit.gathered * training.compute_bytes
-    through = plan.pp > 1 and stays(plan, training)
+    through = plan.pp > 1 and stays_gathered(plan, training)
     gradient = float(unit.gathered * training.reduce_bytes if plan.pp > 1 else held)
     return 3.0 * held + through * gathered, kept, gradient, whole - kept + (not through) * gathered

@@ -14,14 +14,9 @@ from neuron_parallel.memory.snapshot import Entry, Group, Term
 from neuron_parallel.memory.symbols import Symbols
 from neuron_parallel.model import ModelShape
 from neuron_parallel.parameters import UnitName
-from neuron_parallel.plan import ParallelPlan, Training, stage_layers
+from neuron_parallel.plan import ParallelPlan, Training, stage_layers, stays_gathered
 
-__all__ = ["LayerUnit", "MicroBatch", "Stage", "stays"]
-
-
-def stays(plan: ParallelPlan, training: Training) -> bool:
-    """Whether parameters stay gathered after their forward pass: until their unit's backward pass, in a pipeline until the step's end."""
-    return training.reshard == "never" or (training.reshard == "default" and plan.pp > 1)
+__all__ = ["LayerUnit", "MicroBatch", "Stage"]
 
 
 class EmbeddingUnit(NamedTuple):
@@ -75,7 +70,7 @@ class Stage:
         self.plan, self.shape, self.training, self.number = plan, shape, training, stage
         self.s = Symbols.of(plan, shape, training)
         self.piped, self.tied, self.last = plan.pp > 1, shape.tie_word_embeddings, stage == plan.pp - 1
-        self.stays = stays(plan, training)
+        self.stays = stays_gathered(plan, training)
         # With the experts in a part of their own, TorchTitan gathers the next layer ahead.
         self.ahead = plan.ep > 1
         self.chunked = training.loss_chunks > 1
