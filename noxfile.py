@@ -17,10 +17,17 @@ PACKAGES = sorted(file.parent.name for file in (ROOT / "packages").glob("*/pypro
 LOCK = ROOT / "requirements.lock"
 
 nox.options.default_venv_backend = "uv"
-nox.options.sessions = ["lint", "types", "layers", "lock", "tests", "build"]
+nox.options.sessions = ["lint", "types", "layers", "lock", "tests", "build", "docs"]
+
+IN_WORKSPACE = ["integration", "repository"]
+"""Folders of tests/ that belong to no single package: they run in the workspace's environment."""
+
+PURE = ["repository", "neuron_parallel", "nki_sim"]
+"""Folders of tests/ that `quick` runs: no ranks, and next to no torch."""
 
 
 def import_name(package: str) -> str:
+    """Return the name that Python imports a package by."""
     return package.replace("-", "_")
 
 
@@ -30,7 +37,10 @@ def in_workspace(session: nox.Session, *command: str) -> None:
 
 
 def pytest(session: nox.Session, name: str, *command: str) -> None:
-    """pytest, two files at a time, with a report that .ci/run adds up. Much of it is one process importing torch or more."""
+    """Run pytest on two files at a time, with a report that .ci/run adds up.
+
+    Much of the time goes into processes that import torch.
+    """
     reports = ROOT / ".nox" / "reports"
     reports.mkdir(parents=True, exist_ok=True)
     workers = ("-n", "2", "--dist", "loadfile")
@@ -40,11 +50,11 @@ def pytest(session: nox.Session, name: str, *command: str) -> None:
 
 
 @nox.session
-@nox.parametrize("package", [nox.param(name, id=name) for name in [*PACKAGES, "integration"]])
+@nox.parametrize("package", [nox.param(name, id=name) for name in [*PACKAGES, *IN_WORKSPACE]])
 def tests(session: nox.Session, package: str) -> None:
-    """One package's tests in its own environment; tests(integration) in the workspace's."""
+    """One package's tests in its own environment; tests(integration) and tests(repository) in the workspace's."""
     folder = f"tests/{import_name(package)}"
-    if package == "integration":
+    if package in IN_WORKSPACE:
         pytest(session, package, "uv", "run", "--quiet", "python", "-m", "pytest", folder)
         return
     sync = ("uv", "sync", "--quiet", "--package", package, "--no-default-groups", "--group", "test")
@@ -61,6 +71,21 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def fix(session: nox.Session) -> None:
+    """What ruff can repair by itself: lint findings with a safe fix, then the format."""
+    in_workspace(session, "ruff", "check", "--fix-only", ".")
+    in_workspace(session, "ruff", "format", ".")
+
+
+@nox.session(venv_backend="none")
+def quick(session: nox.Session) -> None:
+    """Under two minutes on two cores, before each commit: lint, layers, the pure tests."""
+    lint(session)
+    layers(session)
+    pytest(session, "quick", "uv", "run", "--quiet", "python", "-m", "pytest", *(f"tests/{name}" for name in PURE))
+
+
+@nox.session(venv_backend="none")
 def types(session: nox.Session) -> None:
     """mypy over the packages, apps and recipes."""
     sources = [f"packages/{package}/src" for package in PACKAGES]
@@ -71,29 +96,24 @@ def types(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def layers(session: nox.Session) -> None:
-    """import-linter: layers point down, siblings do not know each other."""
+    """import-linter: layers point down, no package has an import circle."""
     in_workspace(session, "lint-imports")
 
 
 @nox.session(venv_backend="none")
 def lock(session: nox.Session) -> None:
-    """Regenerate uv.lock and requirements.lock; fail with the diff when the committed file differs (it is then rewritten)."""
-    (ROOT / "uv.lock").unlink(
-        missing_ok=True
-    )  # from nothing, as on a fresh clone: an old lock leaves its mark on a new one
+    """Regenerate uv.lock and requirements.lock.
+
+    When the committed file differs, it is rewritten and the session fails with the difference.
+    """
+    # From nothing, as on a fresh clone: an old lock leaves its mark on a new one.
+    (ROOT / "uv.lock").unlink(missing_ok=True)
     session.run("uv", "lock", "--quiet", external=True)
     with tempfile.TemporaryDirectory() as folder:
         fresh = Path(folder) / "requirements.lock"
-        export = (
-            "uv",
-            "export",
-            "--quiet",
-            "--frozen",
-            "--no-emit-workspace",
-            "--no-header",
-            "--no-annotate",
-        )
-        session.run(*export, "--format", "requirements-txt", "-o", str(fresh), external=True, silent=True)
+        export = ("uv", "export", "--quiet", "--frozen", "--all-groups", "--format", "requirements-txt")
+        bare = ("--no-emit-workspace", "--no-header", "--no-annotate")
+        session.run(*export, *bare, "-o", str(fresh), external=True, silent=True)
         new = fresh.read_text()
     if re.search(r"https?://", new):
         session.error("requirements.lock would name a host; remove the index from the requirement that brings it")
@@ -108,20 +128,26 @@ def lock(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("package", [nox.param(name, id=name) for name in PACKAGES])
 def build(session: nox.Session, package: str) -> None:
-    """Build each wheel with hatch, install it in a clean environment, import it, run its README's example."""
+    """Build a package's wheel, install it alone in a clean environment, import it, run every block of its README."""
     dist = Path(session.create_tmp()) / "dist"
     wanted = [package, *siblings(package)]
     for name in wanted:
         session.run("uv", "build", "--quiet", "--wheel", "--package", name, "-o", str(dist), external=True)
     wheels = [str(wheel) for name in wanted for wheel in dist.glob(f"{import_name(name)}-*.whl")]
     session.run("uv", "pip", "install", "--quiet", "-c", str(unhashed_lock(session)), *wheels, external=True)
-    readme = (ROOT / "packages" / package / "README.md").read_text()
-    example = re.search(r"```python\n(.*?)```", readme, re.DOTALL)
-    if example is None:
-        session.error(f"packages/{package}/README.md has no ```python example")
-    with session.chdir(session.create_tmp()):  # away from the sources: what is imported is what was installed
+    readme = ROOT / "packages" / package / "README.md"
+    # Away from the sources: what is imported is what was installed.
+    with session.chdir(session.create_tmp()):
         session.run("python", "-c", f"import {import_name(package)}")
-        session.run("python", "-c", example[1])
+        session.run("python", str(ROOT / ".ci" / "code_blocks.py"), str(readme))
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation's site into site/, with no warning allowed and nothing fetched."""
+    environment = {"UV_PROJECT_ENVIRONMENT": session.virtualenv.location}
+    session.run_install("uv", "sync", "--quiet", "--only-group", "docs", env=environment, external=True)
+    session.run("mkdocs", "build", "--strict", "--quiet", *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -147,14 +173,14 @@ def soak(session: nox.Session) -> None:
 
 
 def siblings(package: str) -> list[str]:
-    """The workspace packages that a package depends on (titan-recipes alone has any)."""
+    """Return the workspace packages that a package depends on (titan-recipes alone has any)."""
     project = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]
     names = {re.split(r"[^\w-]", requirement)[0] for requirement in project.get("dependencies", [])}
     return sorted(names & set(PACKAGES))
 
 
 def unhashed_lock(session: nox.Session) -> Path:
-    """requirements.lock as constraints: versions without hashes, since wheels of ours have none there."""
+    """Write requirements.lock as constraints: versions without hashes, since wheels of ours have none there."""
     lines = [re.sub(r"\s*\\$", "", line) for line in LOCK.read_text().splitlines() if not line.startswith("    ")]
     file = Path(session.create_tmp()) / "constraints.txt"
     file.write_text("\n".join(lines) + "\n")

@@ -1,4 +1,7 @@
-"""Add up what ran: tests from the pytest reports, and each nox session without tests as one check. Prints the closing line."""
+"""Add up what ran: tests from the pytest reports, and each nox session without tests as one check.
+
+`python .ci/count.py .nox/reports` prints the closing line of `.ci/run`.
+"""
 
 import json
 import sys
@@ -7,6 +10,7 @@ from pathlib import Path
 
 
 def main(folder: Path) -> int:
+    """Print what passed and failed by the reports in a folder; return 1 when anything failed or nothing ran."""
     passed = failed = skipped = 0
     for file in sorted(folder.glob("*.xml")):
         for suite in ET.parse(file).getroot().iter("testsuite"):

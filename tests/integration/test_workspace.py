@@ -98,7 +98,8 @@ def test_no_tracked_file_names_a_package_index_or_is_large():
 
 def test_the_root_pins_every_direct_dependency_exactly_and_by_date():
     root = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    direct = [*root["project"]["dependencies"], *root["dependency-groups"]["dev"]]
+    groups = [r for group in root["dependency-groups"].values() for r in group if isinstance(r, str)]
+    direct = [*root["project"]["dependencies"], *groups]
     assert all("==" in r for r in direct if normal(r) not in PACKAGES)
     assert "exclude-newer" in root["tool"]["uv"]
 
