@@ -2,8 +2,9 @@
 
 A page's `python` blocks run in order and share their names, as a reader would type them. Its `bash` blocks run where
 they stand between them, and stop at the first command that fails. Blocks of any other language are not run. Setup that
-a reader need not see is Python in a comment: `<!-- setup` on a line of its own, the code, `-->`. Standard library
-only, because `nox -s build` calls this with an interpreter that has one package and nothing else.
+a reader need not see is Python in a comment: `<!-- setup` on a line of its own, the code, `-->`. With `--no-shell`
+before the pages, `bash` blocks are left out. Standard library only, because `nox -s build` calls this with an
+interpreter that has one package and nothing else.
 """
 
 import re
@@ -38,17 +39,19 @@ def blocks(text: str) -> Iterator[Block]:
         yield Block(text.count("\n", 0, start) + 1, "setup" if hidden else found["language"], code)
 
 
-def run(page: Path) -> None:
+def run(page: Path, shell: bool) -> None:
     """Run a page's blocks in the current folder. A traceback names the page and its line."""
     names: dict[str, object] = {"__name__": "__main__"}
     for block in blocks(page.read_text(encoding="utf-8")):
         if block.language in ("python", "setup"):
             exec(compile("\n" * (block.line - 1) + block.code, str(page), "exec"), names)
-        elif block.language == "bash":
+        elif block.language == "bash" and shell:
             print(f"{page}:{block.line}: bash", flush=True)
             subprocess.run(["bash", "-e", "-o", "pipefail", "-c", block.code], check=True)
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        run(Path(name))
+    arguments = sys.argv[1:]
+    for name in arguments:
+        if name != "--no-shell":
+            run(Path(name), shell="--no-shell" not in arguments)
