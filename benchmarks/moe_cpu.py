@@ -1,18 +1,21 @@
-"""nki-moe's torch path on CPU against TorchTitan's and Transformers' experts: forward + backward of Qwen3-30B-A3B's layer.
+"""nki-moe's torch path on CPU against TorchTitan's and Transformers' experts: forward + backward of Qwen3-30B-A3B's
+layer.
 
     python benchmarks/moe_cpu.py             # about five minutes and 6 GB
     python benchmarks/moe_cpu.py --rows 512  # quicker
 
-Claim: at least as fast as the fastest of TorchTitan's `_grouped_mm` experts and Transformers' `grouped_mm`, `batched_mm`, `eager`, with
-outputs equal and peak memory no higher. All have the same weights and rows, and take turns in one process. A ratio is peer / ours of one
-round, quoted as the median with the smallest and largest; a peer whose first round takes SLOW times as long as ours takes no second, and
-is marked. Time is CPU time on one thread: it measures the work, also on a shared machine. Memory is the peak of what torch allocates in one step.
+Claim: at least as fast as the fastest of TorchTitan's `_grouped_mm` experts and Transformers' `grouped_mm`,
+`batched_mm`, `eager`, with outputs equal and peak memory no higher. All have the same weights and rows, and take turns
+in one process. A ratio is peer / ours of one round, quoted as the median with the smallest and largest; a peer whose
+first round takes SLOW times as long as ours takes no second, and is marked. Time is CPU time on one thread: it measures
+the work, also on a shared machine. Memory is the peak of what torch allocates in one step.
 
-4096 rows in float32, and in bfloat16 where the CPU multiplies it; elsewhere bfloat16 has few rows, as the peers' matmuls are slower there
-by an order of magnitude. TorchTitan's experts compute in bfloat16 whatever they get; in float32 their formula runs without the casts.
-Rows are sorted and every row has one expert with score 1, so that Transformers' layer computes the same thing. `batched_mm` copies an
-expert's weights for every row (19 MB a row) and takes part with few. `eager` makes a gradient of all experts for each expert (300 GB of
-traffic with 128) and takes part with 8 experts.
+4096 rows in float32, and in bfloat16 where the CPU multiplies it; elsewhere bfloat16 has few rows, as the peers'
+matmuls are slower there by an order of magnitude. TorchTitan's experts compute in bfloat16 whatever they get; in
+float32 their formula runs without the casts. Rows are sorted and every row has one expert with score 1, so that
+Transformers' layer computes the same thing. `batched_mm` copies an expert's weights for every row (19 MB a row) and
+takes part with few. `eager` makes a gradient of all experts for each expert (300 GB of traffic with 128) and takes part
+with 8 experts.
 """
 
 import argparse
@@ -51,7 +54,8 @@ def main() -> None:
     narrow = options.rows if native else 128
     started = time.perf_counter()
     print(
-        f"{'dtype':8} {'rows':>5} {'experts':>7} {'peer':24} {'s ours':>7} {'s peer':>7} {'time peer/ours':>20} {'MB ours':>8} {'MB peer':>8} {'rel. error':>10}"
+        f"{'dtype':8} {'rows':>5} {'experts':>7} {'peer':24} {'s ours':>7} {'s peer':>7} {'time peer/ours':>20} "
+        f"{'MB ours':>8} {'MB peer':>8} {'rel. error':>10}"
     )
     rows: list[dict[str, Any]] = []
     for dtype, count, experts, peers in (
@@ -67,7 +71,8 @@ def main() -> None:
                 else f"{r['ratio']:.2f} (once)"
             )
             print(
-                f"{r['dtype']:8} {count:5} {experts:7} {r['peer']:24} {r['ours_s']:7.2f} {r['peer_s']:7.2f} {ratio:>20} "
+                f"{r['dtype']:8} {count:5} {experts:7} {r['peer']:24} {r['ours_s']:7.2f} {r['peer_s']:7.2f} "
+                f"{ratio:>20} "
                 f"{r['ours_peak'] / 1e6:8.0f} {r['peer_peak'] / 1e6:8.0f} {r['error']:10.1e}",
                 flush=True,
             )
@@ -128,8 +133,9 @@ def measure(dtype: torch.dtype, R: int, E: int, peers: tuple[str, ...], rounds: 
 
 
 def compare(steps: dict[str, Step], tolerance: float) -> tuple[dict[str, float], dict[str, int]]:
-    """Each one's relative L2 difference from ours and peak bytes, from a step that is not timed. Of more than eight experts, the
-    weight gradients of eight are compared: two gradients of all would double the memory of the benchmark."""
+    """Each one's relative L2 difference from ours and peak bytes, from a step that is not timed. Of more than eight
+    experts, the weight gradients of eight are compared: two gradients of all would double the memory of the
+    benchmark."""
     expected: dict[str, Tensor] = {}
     errors, peaks = {}, {}
     for name, step in steps.items():

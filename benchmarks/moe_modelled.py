@@ -1,17 +1,20 @@
-"""The expert kernels' modelled time on Trainium2: utilisation of the matmul engine, against the roofline and AWS's nki-library.
+"""The expert kernels' modelled time on Trainium2: utilisation of the matmul engine, against the roofline and AWS's
+nki-library.
 
     python benchmarks/moe_modelled.py                          # about ten minutes, 5 GB; --quick: less than one
-    python benchmarks/moe_modelled.py --nki-library CHECKOUT   # beside AWS's kernels, from a clone of aws-neuron/nki-library
+    python benchmarks/moe_modelled.py --nki-library CHECKOUT   # beside AWS's kernels, a clone of aws-neuron/nki-library
 
-Claim: at Qwen3-30B's layer (D 2048, F 768) the kernels keep the matmul engine busy, counts being run-time data. Nothing here
-is measured: nki-sim runs the kernels and adds up documented costs (nki_sim.cost). Utilisation is useful work, 2 R D F x
-3 (forward) or 6 (backward) with real rows only, over the time of both cores' peak. `ideal` takes the busiest of engines and DMA, `scheduled` adds
-dependencies and latencies, `serial` overlaps nothing. The roofline is the larger of useful work at peak and the bytes no
-implementation can avoid (rows, weights or their gradients, what forward keeps) at the DMA's peak. `by index` are the bytes and descriptors of
-gathers and scatters: of the tokens' rows and the combine where the edges are fused (top-8), of tail tiles where they are not.
+Claim: at Qwen3-30B's layer (D 2048, F 768) the kernels keep the matmul engine busy, counts being run-time data. Nothing
+here is measured: nki-sim runs the kernels and adds up documented costs (nki_sim.cost). Utilisation is useful work, 2 R
+D F x 3 (forward) or 6 (backward) with real rows only, over the time of both cores' peak. `ideal` takes the busiest of
+engines and DMA, `scheduled` adds dependencies and latencies, `serial` overlaps nothing. The roofline is the larger of
+useful work at peak and the bytes no implementation can avoid (rows, weights or their gradients, what forward keeps) at
+the DMA's peak. `by index` are the bytes and descriptors of gathers and scatters: of the tokens' rows and the combine
+where the edges are fused (top-8), of tail tiles where they are not.
 
-AWS's kernels (shard on intermediate; backward dropless) are run as they are, on the same simulator in the same run, at the block size that suits them
-best. They gather rows and scale by affinities, as ours do when fused; both variants of ours are printed beside.
+AWS's kernels (shard on intermediate; backward dropless) are run as they are, on the same simulator in the same run, at
+the block size that suits them best. They gather rows and scale by affinities, as ours do when fused; both variants of
+ours are printed beside.
 """
 
 import argparse
@@ -50,7 +53,10 @@ CASES = [  # rows, experts, routing, LNC
     (16384, 16, "fused", 1),
 ]
 AGAINST = [(2048, 4, "multinomial", 2), (2048, 4, "fused", 2), *CASES[:1], CASES[6]]
-HEAD = f"{'rows':>6} {'experts':>7} {'routing':11} {'LNC':>3} {'':8} {'ideal':>6} {'sched.':>6} {'serial':>6} {'goal':>5} {'of roofline':>11} {'us':>8}"
+HEAD = (
+    f"{'rows':>6} {'experts':>7} {'routing':11} {'LNC':>3} {'':8} {'ideal':>6} {'sched.':>6} {'serial':>6} "
+    f"{'goal':>5} {'of roofline':>11} {'us':>8}"
+)
 
 
 def main() -> None:
@@ -84,7 +90,8 @@ def main() -> None:
                 for routing in ("multinomial", "fused"):
                     if (us := ours.get((R, E, name, routing))) is not None:
                         print(
-                            f"{R:6} rows, {E} experts, {name}: nki-library takes {best / us:.2f}x as long as ours, {routing}"
+                            f"{R:6} rows, {E} experts, {name}: nki-library takes {best / us:.2f}x as long as ours, "
+                            f"{routing}"
                         )
     options.out.parent.mkdir(parents=True, exist_ok=True)
     out = options.out.with_stem("moe_against_nki_library") if options.nki_library else options.out
@@ -98,8 +105,10 @@ def main() -> None:
 def line(r: dict[str, Any]) -> str:
     goal = f"{r['goal']:.2f}" if r["goal"] else ""
     return (
-        f"{r['rows']:6} {r['experts']:7} {r['routing']:11} {r['lnc']:3} {r['pass']:8} {r['ideal']:6.3f} {r['scheduled']:6.3f} {r['serial']:6.3f} "
-        f"{goal:>5} {r['of_roofline']:11.3f} {r['ideal_us']:8.0f}   DMA {r['dma_mb']:.0f} MB in {r['descriptors'] / 1e3:.0f} k, "
+        f"{r['rows']:6} {r['experts']:7} {r['routing']:11} {r['lnc']:3} {r['pass']:8} {r['ideal']:6.3f} "
+        f"{r['scheduled']:6.3f} {r['serial']:6.3f} "
+        f"{goal:>5} {r['of_roofline']:11.3f} {r['ideal_us']:8.0f}   DMA {r['dma_mb']:.0f} MB in "
+        f"{r['descriptors'] / 1e3:.0f} k, "
         f"by index {r['indexed_mb']:.0f} MB in {r['indexed_descriptors'] / 1e3:.0f} k; us busy: {r['bound']}"
     )
 
@@ -229,8 +238,8 @@ def aws(checkout: Path) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def leave_out_arithmetic(program: Any) -> None:
-    """Let only what steers the program run: integers and registers. Costs depend on shapes and trip counts alone, and tests
-    check the values; teraflops of numpy would take hours."""
+    """Let only what steers the program run: integers and registers. Costs depend on shapes and trip counts alone, and
+    tests check the values; teraflops of numpy would take hours."""
 
     def skim(instr: Any) -> Callable[[Any], None]:
         direct = [v for v in (*instr.reads, *instr.writes) if not v.indirect_index or v.indirect_index.kind == "scalar"]

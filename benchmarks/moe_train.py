@@ -2,16 +2,17 @@
 
     python benchmarks/moe_train.py            # one rank, then expert parallelism over two; minutes
 
-All sides start from the same weights, see the same random tokens and take turns in one process: ROUNDS rounds of STEPS whole
-steps each (forward, loss, backward, clipping, AdamW) after one round that is not counted.
+All sides start from the same weights, see the same random tokens and take turns in one process: ROUNDS rounds of STEPS
+whole steps each (forward, loss, backward, clipping, AdamW) after one round that is not counted.
   stock       TorchTitan's dispatcher and experts, which compute in bfloat16
   float32     TorchTitan's dispatcher with the experts of our specs, in the parameters' dtype
   gather      the default dispatcher: T*K rows on one rank, the fullest routing's on two
   blocks      the same with each expert's rows in whole blocks of 128
   nki-moe     the default dispatcher with nki-moe's operator (its torch path) in the experts' place
-Claims, by the median of the rounds' ratios: gather and blocks at no less than 0.9 of stock's tokens/s, nki-moe no less than 1.0,
-on one rank; losses within LOSSES of float32's. Beside them the ratio to `float32`, the faster peer where a CPU has no bfloat16 products.
-Two ranks are shown without a bound. Time is CPU time on one thread a rank, all ranks together: it measures the work, also on a shared machine.
+Claims, by the median of the rounds' ratios: gather and blocks at no less than 0.9 of stock's tokens/s, nki-moe no less
+than 1.0, on one rank; losses within LOSSES of float32's. Beside them the ratio to `float32`, the faster peer where a
+CPU has no bfloat16 products. Two ranks are shown without a bound. Time is CPU time on one thread a rank, all ranks
+together: it measures the work, also on a shared machine.
 """
 
 import json
@@ -32,7 +33,9 @@ BOUNDS = {"gather": 0.9, "blocks": 0.9, "nki-moe": 1.0}
 
 
 def build(side: str, ranks: int) -> Any:
-    """A function that takes one training step of `side` on the tokens of a seed and returns this rank's part of the loss."""
+    """A function that takes one training step of `side` on the tokens of a seed and returns this rank's part of the
+    loss.
+    """
     import torch
     import torch.distributed as dist
     from titan_recipes.models.spec import native
@@ -178,14 +181,16 @@ def measure(ranks: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     print(
-        f"{'ranks':>5} {'side':10} {'tokens/s':>9} {'ratio to stock':>24} {'bound':>6} {'to float32':>10} {'last loss':>10} {'largest loss difference':>24}"
+        f"{'ranks':>5} {'side':10} {'tokens/s':>9} {'ratio to stock':>24} {'bound':>6} {'to float32':>10} "
+        f"{'last loss':>10} {'largest loss difference':>24}"
     )
     rows, missed = [], []
     for ranks in (1, 2):
         for r in measure(ranks):
             ratio = f"{r['ratio']:.3f} ({r['ratio_min']:.3f}-{r['ratio_max']:.3f})"
             print(
-                f"{ranks:>5} {r['side']:10} {r['tokens_per_cpu_second']:>9,.0f} {ratio:>24} {r['bound'] or '':>6} {r['ratio_to_float32']:>10.3f} {r['last_loss']:>10.4f} "
+                f"{ranks:>5} {r['side']:10} {r['tokens_per_cpu_second']:>9,.0f} {ratio:>24} {r['bound'] or '':>6} "
+                f"{r['ratio_to_float32']:>10.3f} {r['last_loss']:>10.4f} "
                 f"{r['loss_difference']:>24.1e}",
                 flush=True,
             )

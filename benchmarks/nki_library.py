@@ -1,14 +1,16 @@
-"""AWS's nki-library as the outside judge of nki-sim: its kernels and its own pytest cases, unmodified, on the simulator.
+"""AWS's nki-library as the outside judge of nki-sim: its kernels and its own pytest cases, unmodified, on the
+simulator.
 
     git clone https://github.com/aws-neuron/nki-library
     uv run --with allpairspy --with scipy python benchmarks/nki_library.py nki-library            # everything, hours
     uv run --with allpairspy --with scipy python benchmarks/nki_library.py nki-library -k router -k rope
 
-Each test file runs in a process of its own under ``nki_sim.install(compat="0.3")``. One hook replaces ``Orchestrator.execute``, the single call through
-which every case reaches a device: it simulates the kernel and compares with the case's golden, twice. *aws*: by AWS's own comparison at the case's own
-tolerances. *loose*: no NaN where the golden has none, and not both relative L2 above 2e-2 and more than 1 % of the elements off; a golden that is only a
-validator is then checked for output count and NaN. What a strict rule of the simulator refuses is a finding: the case runs again with that rule recorded
-instead of raised, so that its numbers are still compared.
+Each test file runs in a process of its own under ``nki_sim.install(compat="0.3")``. One hook replaces
+``Orchestrator.execute``, the single call through which every case reaches a device: it simulates the kernel and
+compares with the case's golden, twice. *aws*: by AWS's own comparison at the case's own tolerances. *loose*: no NaN
+where the golden has none, and not both relative L2 above 2e-2 and more than 1 % of the elements off; a golden that is
+only a validator is then checked for output count and NaN. What a strict rule of the simulator refuses is a finding: the
+case runs again with that rule recorded instead of raised, so that its numbers are still compared.
 """
 
 from __future__ import annotations
@@ -37,14 +39,27 @@ import numpy as np
 
 OUTPUT = Path(__file__).resolve().parent.parent / "outputs" / "benchmarks" / "nki_library.json"
 FIRST = ("moe_cte/", "experimental/moe/", "router_topk", "embeddings/")  # what matters most runs first
-ABSENT = ("boto3", "botocore", "fabric2", "paramiko", "aws_embedded_metrics", "plotext", "pytest_html", "debugpy", "nki.compiler", "neuronxcc.starfish",
-          "test.utils.perf_analysis_private", "test.utils.scripts")  # fmt: skip
+ABSENT = (
+    "boto3",
+    "botocore",
+    "fabric2",
+    "paramiko",
+    "aws_embedded_metrics",
+    "plotext",
+    "pytest_html",
+    "debugpy",
+    "nki.compiler",
+    "neuronxcc.starfish",
+    "test.utils.perf_analysis_private",
+    "test.utils.scripts",
+)
 LOOSE_L2, LOOSE_SHARE = 2e-2, 1e-2
 SMALL = "small MoE shapes"
 LIMITS = ("seconds", "file_seconds", "memory_gb", "input_gb")
 
 
-# ---------------------------------------------------------------- what the test suite imports and this machine need not have
+# ---------------------------------------------------------------- what the test suite imports and this machine need not
+# have
 
 
 class _Anything(type):
@@ -79,8 +94,13 @@ def neuron_dtypes() -> types.ModuleType:
     def static_cast(x: Any, dtype: Any) -> Any:
         return np.asarray(x).astype(np.dtype(dtype))
 
-    module.__dict__.update(packed, static_cast=static_cast, sizeinbytes=lambda d: getattr(packed.get(str(d)), "itemsize", None) or np.dtype(d).itemsize,
-                           finfo=lambda d: ml_dtypes.finfo(np.dtype(d)), is_float_type=lambda d: np.dtype(d).kind in "fV")  # fmt: skip
+    module.__dict__.update(
+        packed,
+        static_cast=static_cast,
+        sizeinbytes=lambda d: getattr(packed.get(str(d)), "itemsize", None) or np.dtype(d).itemsize,
+        finfo=lambda d: ml_dtypes.finfo(np.dtype(d)),
+        is_float_type=lambda d: np.dtype(d).kind in "fV",
+    )
     for name in ("bfloat16", "float8_e4m3", "float8_e5m2", "float8_e4m3fn"):
         setattr(module, name, np.dtype(getattr(ml_dtypes, name)))
     return module
@@ -113,7 +133,7 @@ def compare(actual: np.ndarray, golden: np.ndarray, rtol: float, atol: float) ->
 def judge(case: dict[str, Any], args: Any, limit_bytes: float) -> None:
     """Simulate one ``KernelArgs`` and record in `case` how its outputs compare; raise what the simulator raises."""
     import nki_sim
-    from test.utils.common_dataclasses import (  # fmt: skip
+    from test.utils.common_dataclasses import (
         CustomValidatorWithOutputTensorData,
         LazyGoldenGenerator,
         normalize_golden_output,
@@ -175,8 +195,8 @@ _broken: set[str] = set()  # rules that earlier cases of this file broke: record
 def run(
     nki_sim: Any, kernel: Any, lnc: int, inputs: dict[str, Any], saved: dict[str, np.ndarray]
 ) -> tuple[Any, list[str]]:
-    """(outputs, findings): under every strict rule, and where one refuses, again with that rule recorded instead of raised.
-    Cores that race run in lock-step then: any order is possible, and that one is likely."""
+    """(outputs, findings): under every strict rule, and where one refuses, again with that rule recorded instead of
+    raised. Cores that race run in lock-step then: any order is possible, and that one is likely."""
     rules: dict[str, Exception | None] = dict.fromkeys(_broken)
     while True:
         try:
@@ -206,7 +226,9 @@ class TooLong(BaseException):
 
 
 class Recorder:
-    """Writes a case as a line of JSON when it begins and when it ends, so that a killed process loses only the case it died in."""
+    """Writes a case as a line of JSON when it begins and when it ends, so that a killed process loses only the case it
+    died in.
+    """
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.out, self.case = options, Path(options.worker_out), {}
@@ -341,8 +363,22 @@ def small() -> Iterator[tuple[str, Callable[[Any], Any]]]:
     kinds, act, scale = forward.BWMMFunc, forward.ActFnType, forward.ExpertAffinityScaleMode
     names = [n.strip() for n in forward.BWMM_LNC2_PARAM_NAMES.split(",")]
 
-    def fwd(kind: Any, H: int = 512, T: int = 512, E: int = 4, B: int = 256, k: int = 2, F: int = 256, skip: int = 0, bias: bool = False, training: bool = False,
-            activation: Any = act.SiLU, scaling: Any = scale.POST_SCALE, clamps: tuple[Any, ...] = (None,) * 4, on_f: bool = False) -> Callable[[Any], Any]:  # fmt: skip
+    def fwd(
+        kind: Any,
+        H: int = 512,
+        T: int = 512,
+        E: int = 4,
+        B: int = 256,
+        k: int = 2,
+        F: int = 256,
+        skip: int = 0,
+        bias: bool = False,
+        training: bool = False,
+        activation: Any = act.SiLU,
+        scaling: Any = scale.POST_SCALE,
+        clamps: tuple[Any, ...] = (None,) * 4,
+        on_f: bool = False,
+    ) -> Callable[[Any], Any]:
         values = (
             kind,
             H,
@@ -361,12 +397,37 @@ def small() -> Iterator[tuple[str, Callable[[Any], Any]]]:
             *clamps,
             on_f,
         )
-        return lambda manager: forward.TestMoeBlockwiseMatMulLnc2().test_moe_blockwise_mm_kernel_lnc2(manager, None, **dict(zip(names, values, strict=True)), platform_target=Platforms.TRN2, request=request)  # fmt: skip
+        return lambda manager: forward.TestMoeBlockwiseMatMulLnc2().test_moe_blockwise_mm_kernel_lnc2(
+            manager, None, **dict(zip(names, values, strict=True)), platform_target=Platforms.TRN2, request=request
+        )
 
-    def bwd(H: int = 512, T: int = 512, E: int = 4, B: int = 256, k: int = 1, F: int = 256, skip: int = 0, clamp: Any = None, bias: bool = False,
-            activation: Any = backward.ActFnType.SiLU) -> Callable[[Any], Any]:  # fmt: skip
+    def bwd(
+        H: int = 512,
+        T: int = 512,
+        E: int = 4,
+        B: int = 256,
+        k: int = 1,
+        F: int = 256,
+        skip: int = 0,
+        clamp: Any = None,
+        bias: bool = False,
+        activation: Any = backward.ActFnType.SiLU,
+    ) -> Callable[[Any], Any]:
         test = backward.TestMoeBlockwiseMatMulBwdShardHAffinityHDroplessLnc2().test_moe_blockwise_mm_bwd_shardH_affinityH_dropless_lnc2
-        return lambda manager: test(manager, hidden=H, tokens=T, expert=E, block_size=B, top_k=k, intermediate=F, dtype=backward.bfloat16, skip=skip, clamp_limits=clamp or backward.ClampLimits(None, None, None, None), bias_flag=bias, activation_type=activation)  # fmt: skip
+        return lambda manager: test(
+            manager,
+            hidden=H,
+            tokens=T,
+            expert=E,
+            block_size=B,
+            top_k=k,
+            intermediate=F,
+            dtype=backward.bfloat16,
+            skip=skip,
+            clamp_limits=clamp or backward.ClampLimits(None, None, None, None),
+            bias_flag=bias,
+            activation_type=activation,
+        )
 
     for kind in (kinds.SHARD_ON_INTERMEDIATE, kinds.SHARD_ON_INTERMEDIATE_HW, kinds.SHARD_ON_BLOCK):
         for skip in (0, 1):
@@ -390,7 +451,15 @@ def small() -> Iterator[tuple[str, Callable[[Any], Any]]]:
             f"forward[DROPPING-checkpoint-affinity-on-F-{on_f}]",
             fwd(kinds.SHARD_ON_INTERMEDIATE_DROPPING, T=2048, E=2, B=1024, training=True, on_f=on_f),
         )
-    for case in ({}, {"k": 2}, {"skip": 1}, {"k": 2, "skip": 1, "B": 512}, {"bias": True, "clamp": backward.ClampLimits(7, -7, 7, -7), "activation": backward.ActFnType.Swish}, {"H": 1024, "F": 128, "E": 8}, {"B": 128}):  # fmt: skip
+    for case in (
+        {},
+        {"k": 2},
+        {"skip": 1},
+        {"k": 2, "skip": 1, "B": 512},
+        {"bias": True, "clamp": backward.ClampLimits(7, -7, 7, -7), "activation": backward.ActFnType.Swish},
+        {"H": 1024, "F": 128, "E": 8},
+        {"B": 128},
+    ):
         label = "-".join(f"{k}{v}" if isinstance(v, int) else k for k, v in case.items()) or "plain"
         yield f"backward[{label}]", bwd(**case)
 
@@ -458,9 +527,15 @@ def summarise(results: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     for name, cases in results.items():
         ran = [c for c in cases if c["status"] in ("passed", "failed")]
         passed = [c for c in ran if c["status"] == "passed"]
-        table[name] = {"cases": len(ran), "aws": sum(c["aws"] for c in passed), "loose": len(passed), "refusals_wanted": sum(bool(c.get("negative")) for c in passed),
-                       "skipped": sum(c["status"] == "skipped" for c in cases), "findings": sum(bool(c["findings"]) for c in cases),
-                       "seconds": round(sum(c.get("seconds", 0) for c in cases), 1)}  # fmt: skip
+        table[name] = {
+            "cases": len(ran),
+            "aws": sum(c["aws"] for c in passed),
+            "loose": len(passed),
+            "refusals_wanted": sum(bool(c.get("negative")) for c in passed),
+            "skipped": sum(c["status"] == "skipped" for c in cases),
+            "findings": sum(bool(c["findings"]) for c in cases),
+            "seconds": round(sum(c.get("seconds", 0) for c in cases), 1),
+        }
         for c in cases:
             if c["status"] in ("failed", "uncollected"):
                 groups[reason(c["why"][-1] if c["why"] else "?")].append(f"{name}::{c['id'].split('::', 1)[-1]}")
@@ -512,7 +587,8 @@ def main() -> None:
         results[name] = run_file(path, options)
         row = summarise({name: results[name]})["files"][name]
         print(
-            f"{name:70} {row['cases']:5} cases  aws {row['aws']:5}  loose {row['loose']:5}  skipped {row['skipped']:4}  findings {row['findings']:4}  {row['seconds']:7.0f} s",
+            f"{name:70} {row['cases']:5} cases  aws {row['aws']:5}  loose {row['loose']:5}  skipped {row['skipped']:4} "
+            f" findings {row['findings']:4}  {row['seconds']:7.0f} s",
             flush=True,
         )
     summary = summarise(results)

@@ -1,11 +1,12 @@
-"""Tokens/s of the `debug` recipe through apps/train's trainer against TorchTitan's own, same config, same machine, same run.
+"""Tokens/s of the `debug` recipe through apps/train's trainer against TorchTitan's own, same config, same machine, same
+run.
 
     uv run python benchmarks/train_vs_torchtitan.py [PAIRS]
 
 The peer is `torchtitan.train`'s own body (config.build(), trainer.train()) with TorchTitan's stock Trainer, metrics and
 checkpoint manager, and the least that makes it start on a CPU: the device, our model spec (its attention has no CPU
-backward) and our loader (the dataset). Both train STEPS steps in a process of their own; tokens/s is taken over the steps
-after WARM, from inside the loop. Pairs are interleaved; the claim is on the median of the pairwise ratios.
+backward) and our loader (the dataset). Both train STEPS steps in a process of their own; tokens/s is taken over the
+steps after WARM, from inside the loop. Pairs are interleaved; the claim is on the median of the pairwise ratios.
 """
 
 import json
@@ -100,7 +101,8 @@ def main() -> None:
     median, spread = statistics.median(ratios), ratios[-1] - ratios[0]
     holds = median >= BOUND - spread / 2
     print(
-        f"median ratio {median:.3f}, spread {spread:.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f}); bound {BOUND}: {'holds' if holds else 'MISSED'}"
+        f"median ratio {median:.3f}, spread {spread:.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f}); bound {BOUND}: "
+        f"{'holds' if holds else 'MISSED'}"
     )
     out = ROOT / "outputs" / "benchmarks" / "train_vs_torchtitan.json"
     out.parent.mkdir(parents=True, exist_ok=True)
