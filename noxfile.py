@@ -79,7 +79,7 @@ def fix(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def quick(session: nox.Session) -> None:
-    """Under two minutes on two cores, before each commit: lint, layers, the pure tests."""
+    """Lint, layers and the pure tests: under two minutes on two cores, before each commit."""
     lint(session)
     layers(session)
     pytest(session, "quick", "uv", "run", "--quiet", "python", "-m", "pytest", *(f"tests/{name}" for name in PURE))

@@ -70,9 +70,14 @@ def build(side: str, ranks: int) -> Any:
     with torch.device("meta"):
         model = spec.model.build()
     model = spec.parallelize_fn(
-        model, parallel_dims=dims, training=training, parallelism=parallelism, compile_config=CompileConfig(), ac_config=None,
+        model,
+        parallel_dims=dims,
+        training=training,
+        parallelism=parallelism,
+        compile_config=CompileConfig(),
+        ac_config=None,
         dump_folder="",
-    )  # fmt: skip
+    )
     model.to_empty(device="cpu")
     torch.manual_seed(0)
     with torch.no_grad():
@@ -102,9 +107,14 @@ def build(side: str, ranks: int) -> Any:
 def rank_main(rank: int, ranks: int, port: int, pipe: Any) -> None:
     """Measure all sides on this rank: seconds of CPU and losses of every round and side."""
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks), MASTER_ADDR="localhost",
-        MASTER_PORT=str(port), TORCH_CPP_LOG_LEVEL="ERROR",
-    )  # fmt: skip
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="localhost",
+        MASTER_PORT=str(port),
+        TORCH_CPP_LOG_LEVEL="ERROR",
+    )
     import logging
     import warnings
 

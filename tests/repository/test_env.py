@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import pytest
 from neuron_parallel import Cluster, ParallelPlan, instance
-from neuron_parallel.launch import launch_files
+from neuron_parallel.launch_files import launch_files
 from repository import ROOT
 
 PAGE = ROOT / "docs" / "env.md"
