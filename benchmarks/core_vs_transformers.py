@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from qwen3_core import MODELS, Qwen3Config, Qwen3ForCausalLM, to_hub, target_loss
+from qwen3_core import MODELS, Qwen3Config, Qwen3ForCausalLM, target_loss, to_hub
 from torch import Tensor, nn
 from torch.profiler import profile
 
