@@ -52,7 +52,7 @@ def pytest(session: nox.Session, name: str, *command: str) -> None:
 @nox.session
 @nox.parametrize("package", [nox.param(name, id=name) for name in [*PACKAGES, *IN_WORKSPACE]])
 def tests(session: nox.Session, package: str) -> None:
-    """One package's tests in its own environment; tests(integration) and tests(repository) in the workspace's."""
+    """One package's tests in its own environment; those of several packages in the workspace's."""
     folder = f"tests/{import_name(package)}"
     if package in IN_WORKSPACE:
         pytest(session, package, "uv", "run", "--quiet", "python", "-m", "pytest", folder)

@@ -1,5 +1,6 @@
 """Random checkpoints in real sizes for the conversion benchmarks, written shard by shard with the reference
-writer."""
+writer.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ def shapes(cfg: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def write_model(folder: Path, cfg: dict[str, Any], shards: int, seed: int = 0) -> int:
     """Write a bf16 model of random weights in about `shards` files of equal size; returns its tensor
-    bytes."""
+    bytes.
+    """
     generator = torch.Generator().manual_seed(seed)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(cfg))

@@ -72,8 +72,7 @@ def main() -> None:
             )
             print(
                 f"{r['dtype']:8} {count:5} {experts:7} {r['peer']:24} {r['ours_s']:7.2f} {r['peer_s']:7.2f} "
-                f"{ratio:>20} "
-                f"{r['ours_peak'] / 1e6:8.0f} {r['peer_peak'] / 1e6:8.0f} {r['error']:10.1e}",
+                f"{ratio:>20} {r['ours_peak'] / 1e6:8.0f} {r['peer_peak'] / 1e6:8.0f} {r['error']:10.1e}",
                 flush=True,
             )
             rows.append(r)
@@ -135,7 +134,8 @@ def measure(dtype: torch.dtype, R: int, E: int, peers: tuple[str, ...], rounds: 
 def compare(steps: dict[str, Step], tolerance: float) -> tuple[dict[str, float], dict[str, int]]:
     """Each one's relative L2 difference from ours and peak bytes, from a step that is not timed. Of more than eight
     experts, the weight gradients of eight are compared: two gradients of all would double the memory of the
-    benchmark."""
+    benchmark.
+    """
     expected: dict[str, Tensor] = {}
     errors, peaks = {}, {}
     for name, step in steps.items():

@@ -106,9 +106,8 @@ def line(r: dict[str, Any]) -> str:
     goal = f"{r['goal']:.2f}" if r["goal"] else ""
     return (
         f"{r['rows']:6} {r['experts']:7} {r['routing']:11} {r['lnc']:3} {r['pass']:8} {r['ideal']:6.3f} "
-        f"{r['scheduled']:6.3f} {r['serial']:6.3f} "
-        f"{goal:>5} {r['of_roofline']:11.3f} {r['ideal_us']:8.0f}   DMA {r['dma_mb']:.0f} MB in "
-        f"{r['descriptors'] / 1e3:.0f} k, "
+        f"{r['scheduled']:6.3f} {r['serial']:6.3f} {goal:>5} {r['of_roofline']:11.3f} {r['ideal_us']:8.0f}   DMA "
+        f"{r['dma_mb']:.0f} MB in {r['descriptors'] / 1e3:.0f} k, "
         f"by index {r['indexed_mb']:.0f} MB in {r['indexed_descriptors'] / 1e3:.0f} k; us busy: {r['bound']}"
     )
 
@@ -239,7 +238,8 @@ def aws(checkout: Path) -> Iterator[tuple[Any, Any, Any]]:
 
 def leave_out_arithmetic(program: Any) -> None:
     """Let only what steers the program run: integers and registers. Costs depend on shapes and trip counts alone, and
-    tests check the values; teraflops of numpy would take hours."""
+    tests check the values; teraflops of numpy would take hours.
+    """
 
     def skim(instr: Any) -> Callable[[Any], None]:
         direct = [v for v in (*instr.reads, *instr.writes) if not v.indirect_index or v.indirect_index.kind == "scalar"]

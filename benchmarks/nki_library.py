@@ -196,7 +196,8 @@ def run(
     nki_sim: Any, kernel: Any, lnc: int, inputs: dict[str, Any], saved: dict[str, np.ndarray]
 ) -> tuple[Any, list[str]]:
     """(outputs, findings): under every strict rule, and where one refuses, again with that rule recorded instead of
-    raised. Cores that race run in lock-step then: any order is possible, and that one is likely."""
+    raised. Cores that race run in lock-step then: any order is possible, and that one is likely.
+    """
     rules: dict[str, Exception | None] = dict.fromkeys(_broken)
     while True:
         try:
@@ -413,7 +414,8 @@ def small() -> Iterator[tuple[str, Callable[[Any], Any]]]:
         bias: bool = False,
         activation: Any = backward.ActFnType.SiLU,
     ) -> Callable[[Any], Any]:
-        test = backward.TestMoeBlockwiseMatMulBwdShardHAffinityHDroplessLnc2().test_moe_blockwise_mm_bwd_shardH_affinityH_dropless_lnc2
+        cases = backward.TestMoeBlockwiseMatMulBwdShardHAffinityHDroplessLnc2()
+        test = cases.test_moe_blockwise_mm_bwd_shardH_affinityH_dropless_lnc2
         return lambda manager: test(
             manager,
             hidden=H,

@@ -17,7 +17,8 @@ VOCAB_SIZE = 2048
 def debug() -> Trainer.Config:
     """A 2-million-parameter Qwen3 on the Python language reference: CPU, under 3 minutes.
 
-    Tied embeddings, QK-norm, 4 query heads on 2 KV heads, head_dim 64 (hidden/heads is 48): everything a dense Qwen3 has.
+    Tied embeddings, QK-norm, 4 query heads on 2 KV heads, head_dim 64 (hidden/heads is 48): everything a dense Qwen3
+    has.
     """
     return Trainer.Config(
         model_spec=native(
@@ -55,7 +56,8 @@ def debug() -> Trainer.Config:
 def debug_moe() -> Trainer.Config:
     """A mixture of experts of 8 million parameters on the same text, through nki-moe's experts: CPU, minutes.
 
-    8 experts of 256, 2 a token; widths that the kernels take, so that NKI_MOE_BACKEND=sim runs them here on nki-sim (slowly).
+    8 experts of 256, 2 a token; widths that the kernels take, so that NKI_MOE_BACKEND=sim runs them here on nki-sim
+    (slowly).
     """
     config = debug()
     assert config.model_spec is not None
@@ -93,7 +95,9 @@ def debug_finetune() -> Trainer.Config:
 
 
 def questions() -> list[list[dict[str, str]]]:
-    """A conversation for each section of the language reference: its title asked for, its first paragraph the answer."""
+    """A conversation for each section of the language reference: its title asked for, its first paragraph
+    the answer.
+    """
     conversations = []
     for section in python_docs():
         title, _, text = section.partition("\n\n")

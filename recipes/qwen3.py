@@ -4,16 +4,16 @@
     uv run apps/train qwen3_8b_finetune --model Qwen/Qwen3-8B --dataloader.dataset_path /data/chat.jsonl
 
 trn2.48xlarge has 64 logical cores (LNC=2) with 24 GiB each. Groups that talk most are smallest and nearest: tensor
-parallel on 4 or 8 neighbouring cores, FSDP over the rest. Masters, gradients and AdamW's moments are float32, compute is
-bfloat16. The mask is `causal` for the packed texts of pre-training and for the padded conversations of fine-tuning
+parallel on 4 or 8 neighbouring cores, FSDP over the rest. Masters, gradients and AdamW's moments are float32, compute
+is bfloat16. The mask is `causal` for the packed texts of pre-training and for the padded conversations of fine-tuning
 (padding comes last, so nothing sees it): without a mask tensor and with lengths in multiples of 512, attention takes
 Neuron's fast kernel.
 
-Cores, memory and tokens of each stand in figures.json, which `nox -s figures` makes and `apps/train --list` shows. Memory is
-modelled by a rehearsal at full depth: the most that torch's tensors take in one step. Runtime, communication buffers and
-fragments come on top, and a tenth of the 24 GiB should stay free for them. CI takes one step of each recipe on as many
-fake ranks as it has cores: real widths and degrees, the first of the layers, shapes without contents. No recipe here has
-run on a device yet.
+Cores, memory and tokens of each stand in figures.json, which `nox -s figures` makes and `apps/train --list` shows.
+Memory is modelled by a rehearsal at full depth: the most that torch's tensors take in one step. Runtime, communication
+buffers and fragments come on top, and a tenth of the 24 GiB should stay free for them. CI takes one step of each recipe
+on as many fake ranks as it has cores: real widths and degrees, the first of the layers, shapes without contents. No
+recipe here has run on a device yet.
 
 To make one of your own, copy a function, or call it and set what differs.
 """
@@ -59,7 +59,7 @@ def _pretrain(size: str, *, tensor_parallel: int, local_batch: int) -> Trainer.C
 
 
 def _continued(config: Trainer.Config) -> Trainer.Config:
-    """From the base model's weights on texts of one's own: shorter, at a tenth of the learning rate."""
+    """Continue from the base model's weights on texts of one's own: shorter, at a tenth of the learning rate."""
     config.checkpoint.initial_load_path = str(Path(config.hf_assets_path).absolute())
     config.checkpoint.initial_load_in_hf = True
     config.optimizer = default_adamw(lr=3e-5)
@@ -71,7 +71,9 @@ def _continued(config: Trainer.Config) -> Trainer.Config:
 
 
 def _finetune(config: Trainer.Config) -> Trainer.Config:
-    """From the base model's weights on conversations, one a sequence, padded; the assistant's turns are learned."""
+    """Fine-tune the base model's weights on conversations, one a sequence, padded; the assistant's turns
+    are learned.
+    """
     config = _continued(config)
     config.dataloader = TextDataLoader.Config(
         dataset_path="data/chat.jsonl", format="chat", holdout=0.02, infinite=True

@@ -4,10 +4,11 @@
     uv run apps/train qwen3_30b_a3b_finetune --model Qwen/Qwen3-30B-A3B --dataloader.dataset_path /data/chat.jsonl
 
 As in qwen3.py, whose functions these start from, with three choices more. Expert parallel (EP) divides the experts over
-neighbouring cores, FSDP each expert over the rest; tokens are gathered within the group (titan_recipes.moe.dispatchers), so that no
-shape depends on the routing. More EP means smaller gathers of weights and more rows: a core has room for the fullest routing,
-EP x its tokens x 8. Experts are nki-moe's (route 3: `--route native` takes them out). Pre-training asks for balanced experts by
-Qwen3's own auxiliary loss; TorchTitan's expert bias, which a Hugging Face folder cannot hold, is off.
+neighbouring cores, FSDP each expert over the rest; tokens are gathered within the group
+(titan_recipes.moe.dispatchers), so that no shape depends on the routing. More EP means smaller gathers of weights and
+more rows: a core has room for the fullest routing, EP x its tokens x 8. Experts are nki-moe's (route 3: `--route
+native` takes them out). Pre-training asks for balanced experts by Qwen3's own auxiliary loss; TorchTitan's expert bias,
+which a Hugging Face folder cannot hold, is off.
 
 Memory per core is modelled and steps are checked as in qwen3.py. No recipe here has run on a device yet.
 """
@@ -51,7 +52,9 @@ def qwen3_30b_a3b_finetune() -> Trainer.Config:
 
 
 def qwen3_30b_a3b_one_chip() -> Trainer.Config:
-    """Qwen3-30B-A3B cut to 4 layers, on one Trainium2 chip (trn2.3xlarge), to measure: 30B-A3B, 4 layers, EP4 x FSDP4."""
+    """Qwen3-30B-A3B cut to 4 layers, on one Trainium2 chip (trn2.3xlarge), to measure: 30B-A3B, 4 layers,
+    EP4 x FSDP4.
+    """
     config = qwen3_30b_a3b_pretrain()
     config.model_spec = native(
         replace(MODELS["30B-A3B"], num_hidden_layers=4), document_mask="causal", flavor="30B-A3B, 4 layers"
@@ -62,7 +65,9 @@ def qwen3_30b_a3b_one_chip() -> Trainer.Config:
 
 
 def qwen3_235b_a22b_pretrain_8_nodes() -> Trainer.Config:
-    """Pre-train Qwen3-235B-A22B on eight trn2.48xlarge or two Trn2 UltraServers: EP8 x TP4 x FSDP128, blocks recomputed whole."""
+    """Pre-train Qwen3-235B-A22B on eight trn2.48xlarge or two Trn2 UltraServers: EP8 x TP4 x FSDP128, blocks recomputed
+    whole.
+    """
     config = _experts(_pretrain("235B-A22B", tensor_parallel=4, local_batch=1), expert_parallel=8)
     config.hf_assets_path = f"{ASSETS}/Qwen3-235B-A22B"  # there is no Base
     config.parallelism.data_parallel_shard_degree = 128  # one copy: its masters and moments are 3.8 TB
@@ -72,7 +77,9 @@ def qwen3_235b_a22b_pretrain_8_nodes() -> Trainer.Config:
 
 
 def qwen3_235b_a22b_finetune_8_nodes() -> Trainer.Config:
-    """Fine-tune Qwen3-235B-A22B on conversations, on eight trn2.48xlarge or two Trn2 UltraServers: EP8 x TP4 x FSDP128."""
+    """Fine-tune Qwen3-235B-A22B on conversations, on eight trn2.48xlarge or two Trn2 UltraServers: EP8 x
+    TP4 x FSDP128.
+    """
     config = _finetune(_balanced(qwen3_235b_a22b_pretrain_8_nodes(), 0.0))
     config.training.global_batch_size = 128
     return config

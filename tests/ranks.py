@@ -1,4 +1,6 @@
-"""Real gloo ranks for tests: run a function on N forked processes and get each rank's result, or its traceback by rank."""
+"""Real gloo ranks for tests: run a function on N forked processes and get each rank's result, or its
+traceback by rank.
+"""
 
 import multiprocessing
 import os
@@ -50,9 +52,13 @@ def _rank(
     import torch.distributed as dist
 
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(nproc), LOCAL_WORLD_SIZE=str(nproc),
-        MASTER_ADDR="localhost", MASTER_PORT=str(port),
-    )  # fmt: skip
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(nproc),
+        LOCAL_WORLD_SIZE=str(nproc),
+        MASTER_ADDR="localhost",
+        MASTER_PORT=str(port),
+    )
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo")

@@ -39,6 +39,7 @@ CHAT_TEMPLATE = (
 
 
 def main() -> None:
+    """Write the tokenizer into this folder."""
     folder = Path(__file__).parent
     documents = python_docs()
     sizes = np.array([len(d) for d in documents])

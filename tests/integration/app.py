@@ -84,7 +84,7 @@ class ForkedApp:
         return self.file.read_text() if self.file.exists() else ""
 
     def wait_for(self, pattern: str, timeout: float = 120) -> None:
-        """Until the output has `pattern`."""
+        """Wait until the output has `pattern`."""
         end = time.monotonic() + timeout
         while not re.search(pattern, self.out):
             assert time.monotonic() < end and self.process.is_alive(), f"no {pattern!r} in:\n{self.out}"

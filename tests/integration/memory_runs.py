@@ -1,7 +1,9 @@
-"""Measure real TorchTitan steps: tensor bytes by part on each of 1-4 gloo ranks, to hold against neuron_parallel.memory.
+"""Measure real TorchTitan steps: tensor bytes by part on each of 1-4 gloo ranks, to hold against
+neuron_parallel.memory.
 
-The stock trainer, FSDP2, TP, EP, checkpointing and optimizer; attention and the document mask are titan-recipes'. Routing is forced to
-be balanced (TorchTitan's own debug switch), since rows an expert gets are an input of the formulas, not a result.
+The stock trainer, FSDP2, TP, EP, checkpointing and optimizer; attention and the document mask are titan-recipes'.
+Routing is forced to be balanced (TorchTitan's own debug switch), since rows an expert gets are an input of the
+formulas, not a result.
 """
 
 import random
@@ -35,7 +37,10 @@ MOE = ModelShape(**TINY, num_experts=8, num_experts_per_tok=2, moe_intermediate_
 LARGEST = ("parameters", "gradients", "moments", "gathered parameters", "gradient buffers", "logits")
 KEPT = ("activations", "attention", "dispatch")
 STEPS = (2, 3)
-"""Both have moments. What one counts too much, since something was let go of late, the other does not: the lesser counts."""
+"""Both have moments.
+
+What one counts too much, since something was let go of late, the other does not: the lesser counts.
+"""
 
 
 def config_of(plan: ParallelPlan, shape: ModelShape, training: Training, folder: str) -> Any:
@@ -99,7 +104,9 @@ def config_of(plan: ParallelPlan, shape: ModelShape, training: Training, folder:
 
 
 def measure(rank: int, plan: ParallelPlan, shape: ModelShape, training: Training) -> dict[str, Any]:
-    """On one rank of a gloo group: the largest bytes of LARGEST, those of KEPT after a forward pass, and peaks."""
+    """Measure on one rank of a gloo group: the largest bytes of LARGEST, those of KEPT after a forward
+    pass, and peaks.
+    """
     from titan_recipes.device.select import set_device
 
     set_device("cpu")
@@ -181,7 +188,9 @@ class _removed:
 
 
 def _name_parts(stack: ExitStack, count: TensorBytes, group: Any, trainer: Any) -> None:
-    """Say which code makes which part: FSDP's gathers and reductions, attention, routing and dispatch, the rest of the model."""
+    """Say which code makes which part: FSDP's gathers and reductions, attention, routing and dispatch, the rest of the
+    model.
+    """
 
     def within(owner: Any, name: str, part: str) -> None:
         original = getattr(owner, name)

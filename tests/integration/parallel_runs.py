@@ -1,7 +1,8 @@
-"""Train the same steps in many layouts: the rows of docs/parallelism.md, and the sample of them that every CI run takes.
+"""Train the same steps in many layouts: the rows of docs/parallelism.md, and the sample of them that every CI run
+takes.
 
-All layouts start from one Hugging Face folder with the same global batch, in float32, so that only the layout differs. A group
-of gloo ranks trains several layouts one after the other, since importing TorchTitan costs more than a row.
+All layouts start from one Hugging Face folder with the same global batch, in float32, so that only the layout differs.
+A group of gloo ranks trains several layouts one after the other, since importing TorchTitan costs more than a row.
 """
 
 import os
@@ -33,10 +34,17 @@ MAX_NORM = 1.0
 """Gradient norms are 2 to 4 here: every step is clipped."""
 TOKENIZER = Path(__file__).parents[2] / "recipes" / "debug_tokenizer"
 SIZES: dict[str, Any] = {
-    "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-    "intermediate_size": 96, "vocab_size": 2048, "max_position_embeddings": 256, "rope_theta": 1e6,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "vocab_size": 2048,
+    "max_position_embeddings": 256,
+    "rope_theta": 1e6,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": (0,)}
 KINDS = {"dense": SIZES, "moe": SIZES | EXPERTS}
 
@@ -110,8 +118,13 @@ class Layout:
 
 
 FSDP, HSDP, TP, CP, PP, EP = (
-    "data_parallel_shard", "data_parallel_replicate", "tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel",
-)  # fmt: skip
+    "data_parallel_shard",
+    "data_parallel_replicate",
+    "tensor_parallel",
+    "context_parallel",
+    "pipeline_parallel",
+    "expert_parallel",
+)
 LAYOUTS = (
     Layout("1 rank", {}),
     Layout("FSDP2", {FSDP: 2}),
@@ -235,14 +248,18 @@ def config_of(folder: Path, route: Route, layout: Layout, run: Path, steps: int)
         dataloader=TextDataLoader.Config(documents=documents, holdout=0.1),
         validator=Validator.Config(enable=True, steps=-1),
         training=TrainingConfig(
-            local_batch_size=BATCH // layout.data_ranks, global_batch_size=BATCH, seq_len=LENGTH, steps=steps, max_norm=MAX_NORM,
+            local_batch_size=BATCH // layout.data_ranks,
+            global_batch_size=BATCH,
+            seq_len=LENGTH,
+            steps=steps,
+            max_norm=MAX_NORM,
         ),
         optimizer=default_adamw(lr=1e-3),
         loss=CrossEntropyLoss.Config(global_vocab_size=2048),
         activation_checkpoint=None,
         checkpoint=StepCheckpoints.Config(enable=True),
         dump_folder=str(run),
-    )  # fmt: skip
+    )
     config.metrics.log_freq = 1
     config.debug.seed = 1
     use_model(config, folder, route=route.use_model)

@@ -1,7 +1,8 @@
-"""Write the tables of docs/parallelism.md: every route in every layout against its single process, and routes against each other.
+"""Write the tables of docs/parallelism.md: every route in every layout against its single process, and routes against
+each other.
 
     PYTHONPATH=tests uv run python -m integration.parallel_table             up to an hour on two cores
-    PYTHONPATH=tests uv run python -m integration.parallel_table --keep F    keep cells in F as they are measured, and go on from there
+    PYTHONPATH=tests uv run python -m integration.parallel_table --keep F    keep cells in F, and go on from there
 
 Exits with 1, and leaves the page as it is, when a cell is over its bound.
 """
@@ -43,7 +44,7 @@ class Bound:
 
 
 BOUNDS = {False: Bound(5e-6, 3e-5), True: Bound(1e-3, 1e-3)}
-"""By whether the experts compute in bfloat16."""
+"""The bounds, by whether the experts compute in bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,14 @@ def differences(one: Ran, other: Ran) -> Cell:
 
 
 Cells = dict[tuple[str, str, str], Cell]
-"""By kind, route and layout."""
+"""Cells by kind, route and layout."""
 
 
 def measure(folder: Path, keep: Path | None = None) -> tuple[Cells, dict[tuple[str, str], Ran], list[str]]:
-    """All cells, the single processes by kind and route, and what failed or is over its bound. `keep`: see the top of this file."""
+    """All cells, the single processes by kind and route, and what failed or is over its bound.
+
+    `keep`: see the top of this file.
+    """
     models = make_models(folder)
     cells = _kept(keep)
     references: dict[tuple[str, str], Ran] = {}

@@ -1,11 +1,13 @@
-"""Count tensor bytes at dispatch level: every storage that an operation makes, while it lives, by the part of the step it is of.
+"""Count tensor bytes at dispatch level: every storage that an operation makes, while it lives, by the part of the step
+it is of.
 
-Works on any device and needs no allocator statistics, which CPU lacks. A storage is counted once however many tensors view it.
-Storages that first appear as the result of a view were made below the dispatcher (gloo's own staging copies): they are not counted.
+Works on any device and needs no allocator statistics, which CPU lacks. A storage is counted once however many tensors
+view it. Storages that first appear as the result of a view were made below the dispatcher (gloo's own staging copies):
+they are not counted.
 
-A collective's tensors stay referred to by gloo's worker thread for a moment after the step has gone on without them, longer on a
-loaded machine. Only this thread makes tensors, so while it waits the count can but fall: what looks like a new largest is looked
-at again before it is believed.
+A collective's tensors stay referred to by gloo's worker thread for a moment after the step has gone on without them,
+longer on a loaded machine. Only this thread makes tensors, so while it waits the count can but fall: what looks like a
+new largest is looked at again before it is believed.
 """
 
 import time
@@ -39,13 +41,13 @@ class Bytes:
     peak: int = 0
     at: str = ""
     by_part: Counter = field(default_factory=Counter)  # type: ignore[type-arg]
-    """At the largest total."""
+    """The bytes by part, at the largest total."""
     largest: Counter = field(default_factory=Counter)  # type: ignore[type-arg]
     """Each part's own largest."""
 
 
 class TensorBytes(TorchDispatchMode):
-    """Within `with TensorBytes() as count:`; `with count.part(name):` names what is made inside."""
+    """Count within `with TensorBytes() as count:`; `with count.part(name):` names what is made inside."""
 
     def __init__(self, logits: int = 0) -> None:
         """`logits`: tensors of that many elements are counted as part "logits", whoever makes them."""
@@ -93,7 +95,7 @@ class TensorBytes(TorchDispatchMode):
             entry.part = part
 
     def watch(self) -> Bytes:
-        """From now on, note what is largest."""
+        """Note what is largest, from now on."""
         self.result = Bytes()
         self._look("the start")
         return self.result
@@ -126,7 +128,10 @@ class TensorBytes(TorchDispatchMode):
         self._look(made_by)
 
     def _drop(self) -> None:
-        """Storages die in any thread; this one alone counts. An address is not given out again before its storage is in `gone`."""
+        """Storages die in any thread; this one alone counts.
+
+        An address is not given out again before its storage is in `gone`.
+        """
         while self.gone:
             entry = self.live.pop(self.gone.popleft())
             self.now[entry.part] -= entry.bytes

@@ -1,5 +1,5 @@
-"""Contract: `apps/train RECIPE --dry-run` needs no device: it prints the mesh, the memory and the shapes of the whole planned world,
-and a plan that cannot work is refused with every reason before a rank starts."""
+"""Contract: `apps/train RECIPE --dry-run` needs no device: it prints the mesh, the memory and the shapes of the whole
+planned world, and a plan that cannot work is refused with every reason before a rank starts."""
 
 import re
 
@@ -40,8 +40,16 @@ def test_a_parameters_layer_is_known_by_its_name_in_either_model_code(name, plac
 
 
 def test_a_plan_that_cannot_work_is_refused_with_every_reason(tmp_path):
-    ended = fork_app(*DRY, "--nproc", "64", "--parallelism.tensor_parallel_degree", "4", "--parallelism.pipeline_parallel_degree",
-                     "2", cwd=tmp_path)  # fmt: skip
+    ended = fork_app(
+        *DRY,
+        "--nproc",
+        "64",
+        "--parallelism.tensor_parallel_degree",
+        "4",
+        "--parallelism.pipeline_parallel_degree",
+        "2",
+        cwd=tmp_path,
+    )
     assert ended.code == 2 and "Traceback" not in ended.out
     assert "tp 4 does not divide num_key_value_heads 2" in ended.out and "tied embeddings" in ended.out
 

@@ -1,8 +1,10 @@
-"""Contract: the memory model is what TorchTitan does. Tensor bytes of real steps on gloo ranks, counted at dispatch, agree with the
+"""Contract: the memory model is what TorchTitan does. Tensor bytes of real steps on gloo ranks, counted at dispatch,
+agree with the
 formulas: every part within 5 %, the largest moment within 10 %.
 
-Layouts are drawn by seed from the valid grid, dense and MoE, tied and untied, FSDP, HSDP, TP and EP, each checkpointing mode; of two
-seeds with pipelines, context parallel and several micro-batches too. Three layouts run here, the drawn ones in the soak. Differences below 16 KiB are left out: scalars and indices that the formulas do not list.
+Layouts are drawn by seed from the valid grid, dense and MoE, tied and untied, FSDP, HSDP, TP and EP, each checkpointing
+mode; of two seeds with pipelines, context parallel and several micro-batches too. Three layouts run here, the drawn
+ones in the soak. Differences below 16 KiB are left out: scalars and indices that the formulas do not list.
 """
 
 from dataclasses import replace
@@ -78,7 +80,9 @@ def measured(layout, shape, training):
 
 
 def differences(runs, layout, shape, training):
-    """What the formulas for this layout say otherwise than was counted, a line each; of a pipeline, for its first and last stage."""
+    """What the formulas for this layout say otherwise than was counted, a line each; of a pipeline, for its first and
+    last stage.
+    """
     wrong = []
     for stage in sorted({0, layout.pp - 1}):
         ranks = runs[stage * len(runs) // layout.pp : (stage + 1) * len(runs) // layout.pp]  # the first axis is pp

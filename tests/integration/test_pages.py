@@ -1,4 +1,6 @@
-"""Contract: the Python of the documentation runs as it stands, and each option that a page passes to apps/train exists."""
+"""Contract: the Python of the documentation runs as it stands, and each option that a page passes to
+apps/train exists.
+"""
 
 import os
 import re

@@ -1,7 +1,9 @@
 """Contract: on each route a layout takes the single process's steps: losses, gradient norms, validation, and the random
-weights that they would start from without a checkpoint; ranks clip by one norm, and only the pipeline's last stage speaks of losses. docs/parallelism.md has the whole table, made by parallel_table.py.
+weights that they would start from without a checkpoint; ranks clip by one norm, and only the pipeline's last stage
+speaks of losses. docs/parallelism.md has the whole table, made by parallel_table.py.
 
-CI takes a sample: each kind of parallelism on each route, dense or sparse, in groups of ranks that train several layouts.
+CI takes a sample: each kind of parallelism on each route, dense or sparse, in groups of ranks that train several
+layouts.
 """
 
 from pathlib import Path

@@ -1,5 +1,7 @@
-"""Contract: the planner and TorchTitan agree. What is refused for one of TorchTitan's rules fails there as well, what is accepted
-starts: ParallelDims builds its meshes on a fake process group of the plan's world, the model is configured and parallelised on meta."""
+"""Contract: the planner and TorchTitan agree. What is refused for one of TorchTitan's rules fails there as well, what
+is accepted
+starts: ParallelDims builds its meshes on a fake process group of the plan's world, the model is configured and
+parallelised on meta."""
 
 import copy
 import multiprocessing
@@ -33,10 +35,15 @@ def drawn(seed, good, each):
         shape = draw.choice([DENSE, MOE, TIED, ODD, ODD_MLP, ODD_MOE])
         world = draw.choice([1, 2, 4, 8, 16])
         plan = ParallelPlan(
-            dp_replicate=draw.choice(degrees), dp_shard=draw.choice([-1, -1, -1, 1, 2, 4]), tp=draw.choice(degrees),
-            pp=draw.choice([1, 1, 1, 2, 8]), ep=draw.choice(degrees) if shape.num_experts else 1,
-            sequence_parallel=draw.random() < 0.7, seq_len=draw.choice([64, 66, 128]), global_batch=draw.choice([-1, -1, 12]),
-        )  # fmt: skip
+            dp_replicate=draw.choice(degrees),
+            dp_shard=draw.choice([-1, -1, -1, 1, 2, 4]),
+            tp=draw.choice(degrees),
+            pp=draw.choice([1, 1, 1, 2, 8]),
+            ep=draw.choice(degrees) if shape.num_experts else 1,
+            sequence_parallel=draw.random() < 0.7,
+            seq_len=draw.choice([64, 66, 128]),
+            global_batch=draw.choice([-1, -1, 12]),
+        )
         found = errors(plan, shape, world)
         if not found:
             fine.append((plan, shape, world))
@@ -46,7 +53,9 @@ def drawn(seed, good, each):
 
 
 def starts(plan, shape, world):
-    """TorchTitan's own checks, its meshes and its parallelisation of the model, for rank 0 of `world`; raises what it raises."""
+    """TorchTitan's own checks, its meshes and its parallelisation of the model, for rank 0 of `world`; raises what it
+    raises.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed import utils as titan_utils
@@ -72,9 +81,14 @@ def starts(plan, shape, world):
         if dims.pp > 1:  # stages are dealt before each is parallelised
             _generate_llm_fqn_per_model_part(dims.pp, shape.num_hidden_layers)
         config.model_spec.parallelize_fn(
-            model, parallel_dims=dims, training=config.training, parallelism=config.parallelism,
-            compile_config=config.compile, ac_config=None, dump_folder="unused",
-        )  # fmt: skip
+            model,
+            parallel_dims=dims,
+            training=config.training,
+            parallelism=config.parallelism,
+            compile_config=config.compile,
+            ac_config=None,
+            dump_folder="unused",
+        )
         return {
             name: dims.get_optional_mesh(name, include_singleton_axes=True).size()
             for name in ("tp", "ep", "efsdp", "cp", "pp")

@@ -1,4 +1,7 @@
-"""Contract: at real size the Transformers route starts where theory says. Needs 24 GB of memory: run by `nox -s soak`."""
+"""Contract: at real size the Transformers route starts where theory says.
+
+Needs 24 GB of memory: run by `nox -s soak`.
+"""
 
 import math
 from pathlib import Path

@@ -1,8 +1,9 @@
-"""Contract: from the same weights, all routes have plain Transformers' first loss and gradients, in every layout; and what
-was not initialised or not read stops the run by name.
+"""Contract: from the same weights, all routes have plain Transformers' first loss and gradients, in every layout; and
+what was not initialised or not read stops the run by name.
 
-The reference is the Transformers class without TorchTitan, each document run alone; so masks, positions, RoPE, loss and the
-reduction over ranks are compared as well as the model. Float32, losses and gradients within 1e-5 of the largest entry.
+The reference is the Transformers class without TorchTitan, each document run alone; so masks, positions, RoPE, loss and
+the reduction over ranks are compared as well as the model. Float32, losses and gradients within 1e-5 of the largest
+entry.
 """
 
 import os
@@ -24,9 +25,15 @@ BOUND = 1e-5
 LENGTH, BATCH = 64, 4
 TOKENIZER = Path(__file__).parents[2] / "recipes" / "debug_tokenizer"
 SIZES: dict[str, Any] = {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
-    "intermediate_size": 96, "vocab_size": 2048, "max_position_embeddings": 256,
-}  # fmt: skip
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "vocab_size": 2048,
+    "max_position_embeddings": 256,
+}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32}
 PLAIN = {"rope_type": "default", "rope_theta": 1e6}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
@@ -45,7 +52,9 @@ RUNS = [
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A dense model with tied weights and YaRN, and an untied mixture of experts with a dense layer, as Hugging Face folders."""
+    """A dense model with tied weights and YaRN, and an untied mixture of experts with a dense layer, as Hugging Face
+    folders.
+    """
 
     root = tmp_path_factory.mktemp("models")
     torch.manual_seed(1)
@@ -196,7 +205,9 @@ def test_the_first_loss_and_all_gradients_are_plain_transformers(
 def test_on_nki_sim_each_layer_runs_its_kernels_and_the_numbers_are_plain_transformers(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, recompute: bool
 ) -> None:
-    """Route 3 on the kernels themselves: a forward pass, its repetition under full checkpointing, and two backward passes."""
+    """Route 3 on the kernels themselves: a forward pass, its repetition under full checkpointing, and two backward
+    passes.
+    """
     from nki_sim.kernel import Program
 
     run = Program.run
@@ -211,8 +222,10 @@ def test_on_nki_sim_each_layer_runs_its_kernels_and_the_numbers_are_plain_transf
     layers = SIZES["num_hidden_layers"]
     for rank in compare(folders, tmp_path, "kernels", "wide", layout, recompute):
         assert rank["kernels"] == {
-            "forward": layers * (1 + recompute), "backward_data": layers, "backward_weights": layers
-        }  # fmt: skip
+            "forward": layers * (1 + recompute),
+            "backward_data": layers,
+            "backward_weights": layers,
+        }
 
 
 CALLS: Counter[str] = Counter()

@@ -137,9 +137,22 @@ def test_finite_data_ends_on_both_ranks_together_with_a_checkpoint_and_an_export
         'def documents():\n    return [f"{i} " + "a b " * 60 for i in range(20)]\n'
     )
     ended = fork_app(
-        "mine.py:mine", "--device", "cpu", "--nproc", "2", "--training.local_batch_size", "1", "--training.steps", "500",
-        "--dataloader.no-infinite", "--metrics.log_freq", "1", "--dump_folder", "run", cwd=tmp_path,
-    )  # fmt: skip
+        "mine.py:mine",
+        "--device",
+        "cpu",
+        "--nproc",
+        "2",
+        "--training.local_batch_size",
+        "1",
+        "--training.steps",
+        "500",
+        "--dataloader.no-infinite",
+        "--metrics.log_freq",
+        "1",
+        "--dump_folder",
+        "run",
+        cwd=tmp_path,
+    )
     assert ended.code == 0, ended.out
     last = max(r["step"] for r in metrics(tmp_path / "run") if "loss" in r)
     assert 1 < last < 500

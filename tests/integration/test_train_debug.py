@@ -1,4 +1,5 @@
-"""Contract of the front page: `uv run apps/train` trains on real text, beats counting, and leaves what it says it leaves.
+"""Contract of the front page: `uv run apps/train` trains on real text, beats counting, and leaves what it says it
+leaves.
 
 One run of the default recipe in a fresh process; every test looks at what it left.
 """
@@ -121,10 +122,25 @@ def test_a_fine_tune_of_the_folder_on_the_other_route_lowers_validation_loss_and
         for begin in range(0, 60_000, 4_000):
             (corpus / f"{module.__name__}-{begin}.txt").write_text(text[begin : begin + 4_000])
     ended = fork_app(
-        "debug", "--device", "cpu", "--model", str(run / "hf"), "--route", "transformers", "--dataloader.dataset_path", str(corpus),
-        "--training.steps", "12", "--training.local_batch_size", "2", "--lr_scheduler.warmup_steps", "0", "--dump_folder", "tuned",
+        "debug",
+        "--device",
+        "cpu",
+        "--model",
+        str(run / "hf"),
+        "--route",
+        "transformers",
+        "--dataloader.dataset_path",
+        str(corpus),
+        "--training.steps",
+        "12",
+        "--training.local_batch_size",
+        "2",
+        "--lr_scheduler.warmup_steps",
+        "0",
+        "--dump_folder",
+        "tuned",
         cwd=tmp_path,
-    )  # fmt: skip
+    )
     assert ended.code == 0, ended.out
     assert f"weights: loaded from {run / 'hf'}" in ended.out
     before, *_, after = [r["validation_loss"] for r in metrics(tmp_path / "tuned") if "validation_loss" in r]

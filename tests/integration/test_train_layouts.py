@@ -1,11 +1,12 @@
 """Contract: a layout changes where numbers live, not what they are; a resumed run goes on as if it had not stopped.
 
-One rank trains a step and saves; every run here continues from that step with the same global batch (8 sequences), so that
-weights, optimizer and data are the same to the bit and only the layout differs. test_parallel.py has the other layouts, without the
-app around them.
+One rank trains a step and saves; every run here continues from that step with the same global batch (8 sequences), so
+that weights, optimizer and data are the same to the bit and only the layout differs. test_parallel.py has the other
+layouts, without the app around them.
 
-Tolerance 1e-5 on a loss near 7: float32 resolves 5e-7 there, and sums taken in another order over 1,024 tokens and a few
-layers wander by a few of those (the largest seen in five steps is 1.4e-6). Gradient norms: 1e-4 relative, 1.5e-5 seen.
+Tolerance 1e-5 on a loss near 7: float32 resolves 5e-7 there, and sums taken in another order over 1,024 tokens and a
+few layers wander by a few of those (the largest seen in five steps is 1.4e-6). Gradient norms: 1e-4 relative, 1.5e-5
+seen.
 """
 
 import shutil
@@ -15,14 +16,39 @@ import pytest
 from integration.app import ROOT, fork_app, metrics
 
 STEPS = 6
-COMMON = ("untied.py:debug", "--device", "cpu", "--training.steps", str(STEPS), "--metrics.log_freq", "1", "--checkpoint.interval", "3",
-          "--checkpoint.keep_latest_k", "0", "--training.global_batch_size", "8", "--training.seq_len", "128", "--validator.freq", "6")  # fmt: skip
+COMMON = (
+    "untied.py:debug",
+    "--device",
+    "cpu",
+    "--training.steps",
+    str(STEPS),
+    "--metrics.log_freq",
+    "1",
+    "--checkpoint.interval",
+    "3",
+    "--checkpoint.keep_latest_k",
+    "0",
+    "--training.global_batch_size",
+    "8",
+    "--training.seq_len",
+    "128",
+    "--validator.freq",
+    "6",
+)
 ALONE = ("--training.local_batch_size", "8")  # one data-parallel rank takes the whole batch
 LAYOUTS = {
     "cp2": (*ALONE, "--nproc", "2", "--parallelism.context_parallel_degree", "2"),  # shards parameters as FSDP does
-    "pp2": (*ALONE, "--nproc", "2", "--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_microbatch_size", "4",
-            "activation_checkpoint:full"),
-}  # fmt: skip
+    "pp2": (
+        *ALONE,
+        "--nproc",
+        "2",
+        "--parallelism.pipeline_parallel_degree",
+        "2",
+        "--parallelism.pipeline_parallel_microbatch_size",
+        "4",
+        "activation_checkpoint:full",
+    ),
+}
 UNTIED = """\
 from dataclasses import replace
 
@@ -130,9 +156,19 @@ def test_training_starts_from_a_read_only_hugging_face_folder_and_says_so(refere
     hf.chmod(0o555)
     try:
         ended = fork_app(
-            *COMMON, *ALONE, "--checkpoint.initial_load_path", str(hf), "--checkpoint.initial_load_in_hf", "--training.steps", "1",
-            "--lr_scheduler.warmup_steps", "0", "--dump_folder", "run", cwd=tmp_path,
-        )  # fmt: skip
+            *COMMON,
+            *ALONE,
+            "--checkpoint.initial_load_path",
+            str(hf),
+            "--checkpoint.initial_load_in_hf",
+            "--training.steps",
+            "1",
+            "--lr_scheduler.warmup_steps",
+            "0",
+            "--dump_folder",
+            "run",
+            cwd=tmp_path,
+        )
     finally:
         hf.chmod(0o755)
     assert ended.code == 0, ended.out

@@ -12,13 +12,41 @@ from qwen3_core import MODELS
 
 from integration.app import ROOT, fork_app, metrics
 
-QUICK = ("debug", "--device", "cpu", "--training.seq_len", "128", "--training.local_batch_size", "2", "--metrics.log_freq", "1",
-         "--lr_scheduler.warmup_steps", "0", "--dump_folder", "run")  # fmt: skip
+QUICK = (
+    "debug",
+    "--device",
+    "cpu",
+    "--training.seq_len",
+    "128",
+    "--training.local_batch_size",
+    "2",
+    "--metrics.log_freq",
+    "1",
+    "--lr_scheduler.warmup_steps",
+    "0",
+    "--dump_folder",
+    "run",
+)
 
 
 def test_a_mixture_of_experts_trains_through_transformers_on_two_ranks_resumes_and_exports(tmp_path):
-    moe = (*QUICK, "--training.seq_len", "64", "--model", "debug-moe", "--route", "transformers", "--nproc", "2", "--validator.no-enable",
-           "--parallelism.data_parallel_shard_degree", "2", "--checkpoint.interval", "4", "--profile")  # fmt: skip
+    moe = (
+        *QUICK,
+        "--training.seq_len",
+        "64",
+        "--model",
+        "debug-moe",
+        "--route",
+        "transformers",
+        "--nproc",
+        "2",
+        "--validator.no-enable",
+        "--parallelism.data_parallel_shard_degree",
+        "2",
+        "--checkpoint.interval",
+        "4",
+        "--profile",
+    )
     ended = fork_app(*moe, "--training.steps", "4", cwd=tmp_path)
     assert ended.code == 0, ended.out
     first = metrics(tmp_path / "run")[0]["loss"]
@@ -35,9 +63,19 @@ def test_a_mixture_of_experts_trains_through_transformers_on_two_ranks_resumes_a
     assert "no trace was written: this process ended before its step 4" in more.out
     assert "resumed from run/checkpoint/step-4" in more.out and list(more.losses) == [5, 6]
     other = fork_app(
-        *QUICK, "--model", "run/checkpoint/step-4", "--route", "native", "--training.steps", "1", "--validator.no-enable",
-        "--checkpoint.load_only", "--dump_folder", "other", cwd=tmp_path,
-    )  # fmt: skip
+        *QUICK,
+        "--model",
+        "run/checkpoint/step-4",
+        "--route",
+        "native",
+        "--training.steps",
+        "1",
+        "--validator.no-enable",
+        "--checkpoint.load_only",
+        "--dump_folder",
+        "other",
+        cwd=tmp_path,
+    )
     assert other.code == 0, other.out
     assert other.losses[1] < first - 0.1  # these weights, on the other route
     swaps = [(tmp_path / run / "logs" / "rank-0.log").read_text() for run in ("run", "other")]
@@ -50,8 +88,16 @@ def test_a_mixture_of_experts_trains_through_transformers_on_two_ranks_resumes_a
 
 def test_both_modes_take_the_same_steps_and_stay_together(tmp_path):
     ended = fork_app(
-        *QUICK, "--compare-modes", "--training.steps", "3", "--compile.backend", "aot_eager", "--route", "transformers", cwd=tmp_path
-    )  # fmt: skip
+        *QUICK,
+        "--compare-modes",
+        "--training.steps",
+        "3",
+        "--compile.backend",
+        "aot_eager",
+        "--route",
+        "transformers",
+        cwd=tmp_path,
+    )
     assert ended.code == 0, ended.out
     assert "together: no loss differs" in ended.out
     assert re.search(r"graphs compiled on a rank: eager 0, compiled [1-9]", ended.out)
@@ -94,7 +140,7 @@ def test_a_folder_with_auto_map_is_refused_before_anything_reads_it(trap, tmp_pa
     "layout", [(), ("--nproc", "2", "--parallelism.pipeline_parallel_degree", "2")], ids=["alone", "pp2"]
 )
 def test_a_nan_batch_stops_the_run_with_its_step_and_is_not_saved(tmp_path, monkeypatch, layout):
-    """With pipeline parallel the last stage alone sees it, and the others are told."""
+    """The last stage alone sees it with pipeline parallel, and the others are told."""
     from titan_recipes.models.attention import MaskedQwen3Model
     from titan_recipes.train.trainer import Trainer
 
@@ -110,9 +156,19 @@ def test_a_nan_batch_stops_the_run_with_its_step_and_is_not_saved(tmp_path, monk
     monkeypatch.setattr(Trainer, "train_step", remember)
     monkeypatch.setattr(MaskedQwen3Model, "forward", planted)
     ended = fork_app(
-        *QUICK, "--model", "debug-moe", "--training.steps", "8", "--metrics.log_freq", "8", "--checkpoint.interval", "2",
-        "--validator.no-enable", *layout, cwd=tmp_path,
-    )  # fmt: skip
+        *QUICK,
+        "--model",
+        "debug-moe",
+        "--training.steps",
+        "8",
+        "--metrics.log_freq",
+        "8",
+        "--checkpoint.interval",
+        "2",
+        "--validator.no-enable",
+        *layout,
+        cwd=tmp_path,
+    )
     assert ended.code == 1, ended.out
     assert "The loss of step 3 is not finite" in ended.out and "Traceback" not in ended.out
     assert [p.name for p in (tmp_path / "run" / "checkpoint").glob("step-*/.metadata")] == [".metadata"]

@@ -1,5 +1,5 @@
-"""Contract: a signal in mid-step ends a run with one complete checkpoint and the command that continues it; kill -9 never
-leaves a checkpoint that is taken for whole."""
+"""Contract: a signal in mid-step ends a run with one complete checkpoint and the command that continues it; kill -9
+never leaves a checkpoint that is taken for whole."""
 
 import random
 import re
@@ -12,8 +12,20 @@ from titan_recipes.checkpoint.manager import complete_steps
 
 from integration.app import ForkedApp, fork_app, metrics
 
-LONG = ("debug", "--device", "cpu", "--training.steps", "200", "--metrics.log_freq", "1", "--checkpoint.interval", "1000",
-        "--validator.no-enable", "--training.local_batch_size", "2")  # fmt: skip
+LONG = (
+    "debug",
+    "--device",
+    "cpu",
+    "--training.steps",
+    "200",
+    "--metrics.log_freq",
+    "1",
+    "--checkpoint.interval",
+    "1000",
+    "--validator.no-enable",
+    "--training.local_batch_size",
+    "2",
+)
 STAGES = (
     "--nproc",
     "2",
@@ -106,9 +118,20 @@ def test_foreign_and_partial_folders_are_neither_resumed_from_nor_deleted(tmp_pa
     (checkpoint / "step-99").mkdir()  # killed before .metadata
     (checkpoint / "step-99" / "__0_0.distcp").write_bytes(b"half")
     ended = fork_app(
-        *LONG, "--training.steps", "4", "--checkpoint.interval", "1", "--checkpoint.keep_latest_k", "2", "--resume",
-        "--dump_folder", "run", "--lr_scheduler.warmup_steps", "0", cwd=tmp_path,
-    )  # fmt: skip
+        *LONG,
+        "--training.steps",
+        "4",
+        "--checkpoint.interval",
+        "1",
+        "--checkpoint.keep_latest_k",
+        "2",
+        "--resume",
+        "--dump_folder",
+        "run",
+        "--lr_scheduler.warmup_steps",
+        "0",
+        cwd=tmp_path,
+    )
     assert ended.code == 0, ended.out
     assert "random initialisation" in ended.out
     assert "step-99 is not a complete checkpoint: ignored" in ended.out and "step-10.tmp" in ended.out

@@ -1,5 +1,5 @@
-"""Rules about the repository: layers declare what they import and install alone, nothing tracked names a host or a machine's
-path, and a Neuron image's own torch survives the README's command."""
+"""Rules about the repository: layers declare what they import and install alone, nothing tracked names a host or a
+machine's path, and a Neuron image's own torch survives the README's command."""
 
 import ast
 import importlib.metadata
@@ -160,9 +160,13 @@ def test_a_neuron_image_keeps_its_torch_and_torch_neuronx(tmp_path):
     assert len(before) >= 8
     path = f"{venv / 'bin'}:{Path(uv).parent}:/usr/bin:/bin"
     done = subprocess.run(
-        ["bash", "-c", command[1]], cwd=ROOT, env={**__import__("os").environ, "PATH": path, "VIRTUAL_ENV": ""}, capture_output=True, text=True,
+        ["bash", "-c", command[1]],
+        cwd=ROOT,
+        env={**__import__("os").environ, "PATH": path, "VIRTUAL_ENV": ""},
+        capture_output=True,
+        text=True,
         check=False,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert state() == before
     names = subprocess.run(

@@ -1,4 +1,6 @@
-"""Contract: generated launch files are what the engines read, start the plan's ranks with the plan's degrees, and no others."""
+"""Contract: generated launch files are what the engines read, start the plan's ranks with the plan's degrees, and no
+others.
+"""
 
 import json
 import os
@@ -13,9 +15,16 @@ from neuron_parallel.launch_files import degrees_as_arguments, environment, laun
 from plan_shapes import QWEN3_8B, TRN2, plan
 
 CONFIG = {
-    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": False,
-}  # fmt: skip
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}
 
 
 def test_one_node_runs_standalone_with_a_rank_a_core():
@@ -59,9 +68,16 @@ def test_scripts_are_valid_shell(tmp_path, nodes):
             (tmp_path / name).write_text(text)
             subprocess.run(["bash", "-n", str(tmp_path / name)], check=True)
     shown = subprocess.run(
-        ["bash", "-c", "set -e; torchrun() { printf '%s\\n' \"$@\"; }; export -f torchrun; HEAD_NODE=h JOB_ID=1 bash run.sh"],
-        cwd=tmp_path, capture_output=True, text=True, check=True,
-    ).stdout.splitlines()  # fmt: skip
+        [
+            "bash",
+            "-c",
+            "set -e; torchrun() { printf '%s\\n' \"$@\"; }; export -f torchrun; HEAD_NODE=h JOB_ID=1 bash run.sh",
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
     assert "a recipe; with $(quotes)" in shown and "--parallelism.tensor_parallel_degree" in shown
 
 
@@ -72,8 +88,11 @@ def test_files_in_a_folder_start_from_where_they_were_planned(tmp_path):
         (tmp_path / "my launch" / name).write_text(text)
     shown = subprocess.run(
         ["bash", "-c", "set -e; torchrun() { printf '%s\\n' \"$@\"; }; export -f torchrun; bash 'my launch/run.sh'"],
-        cwd=tmp_path, capture_output=True, text=True, check=True,
-    ).stdout.splitlines()  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
     assert (tmp_path / shown[shown.index("--no-python") + 1]).is_file() and "apps/train" in shown
     assert "bash 'my launch/run.sh'" in files["job.sbatch"] and '"my launch/bind.sh"' in files["pytorchjob.yaml"]
 
@@ -82,10 +101,15 @@ def test_bind_runs_each_rank_beside_its_chip(tmp_path):
     text = launch_files(plan(64), TRN2, ("train",))["bind.sh"].replace("exec taskset --cpu-list", "echo")
     (tmp_path / "bind.sh").write_text(text)
     cpus = [
-        subprocess.run(["sh", str(tmp_path / "bind.sh"), "x"], env={**os.environ, "LOCAL_RANK": str(rank)}, capture_output=True,
-                       text=True, check=True).stdout.split()[0]
+        subprocess.run(
+            ["sh", str(tmp_path / "bind.sh"), "x"],
+            env={**os.environ, "LOCAL_RANK": str(rank)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()[0]
         for rank in (0, 15, 16, 47, 48, 63)
-    ]  # fmt: skip
+    ]
     assert cpus == ["48-95,144-191"] * 2 + ["0-47,96-143"] * 2 + ["48-95,144-191"] * 2
 
 
@@ -184,7 +208,10 @@ def test_an_impossible_degree_is_explained_with_every_reason(tmp_path, capsys):
 
 
 def test_planning_loads_no_torch():
-    code = "import sys, neuron_parallel.cli, neuron_parallel.launch_files, neuron_parallel.mesh, neuron_parallel.memory.figure; print({'torch', 'numpy', 'matplotlib'} & set(sys.modules))"
+    code = (
+        "import sys, neuron_parallel.cli, neuron_parallel.launch_files, neuron_parallel.mesh, "
+        "neuron_parallel.memory.figure; print({'torch', 'numpy', 'matplotlib'} & set(sys.modules))"
+    )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert shown.strip() == "set()"
     assert QWEN3_8B.parameters == 8_190_735_360

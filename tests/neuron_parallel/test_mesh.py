@@ -1,4 +1,6 @@
-"""Contract: a plan's meshes have TorchTitan's axes, each of them, at every size; placements divide what the table says."""
+"""Contract: a plan's meshes have TorchTitan's axes, each of them, at every size; placements divide what the
+table says.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""Contract: a core's bytes follow from formulas that can be read and worked out by hand, experts dividing by their own axes."""
+"""Contract: a core's bytes follow from formulas that can be read and worked out by hand, experts dividing by their own
+axes.
+"""
 
 import math
 import re

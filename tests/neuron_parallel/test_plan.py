@@ -1,4 +1,6 @@
-"""Contract: a plan that cannot work is refused before anything starts, with every reason at once, its numbers and what would do."""
+"""Contract: a plan that cannot work is refused before anything starts, with every reason at once, its numbers and what
+would do.
+"""
 
 import random
 
@@ -8,8 +10,15 @@ from neuron_parallel.memory import core_memory
 from neuron_parallel.plan import expert_shard_dim, stage_layers
 from plan_shapes import QWEN3_4B, QWEN3_8B, QWEN3_30B, TRN2, plan
 
-TINY = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 32}  # fmt: skip
+TINY = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
 TINY_D = ModelShape(**TINY)
 TINY_M = ModelShape(**TINY, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=48)
 

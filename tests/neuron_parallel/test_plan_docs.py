@@ -57,8 +57,8 @@ def test_the_sentences_below_the_table_are_right_too():
     said = re.sub(r"\s+", " ", TEXT)
     whole = {needs(QWEN3_30B, plan(64, ep=8), checkpointing="full", dispatcher=name) for name in moe}
     assert (
-        f"8 loss chunks: gather {moe['gather']} GiB, capacity {moe['capacity']}, all-to-all {moe['all-to-all']} (without chunks the loss "
-        f"is the largest moment of all three: {' '.join(whole)})"
+        f"8 loss chunks: gather {moe['gather']} GiB, capacity {moe['capacity']}, all-to-all {moe['all-to-all']} "
+        f"(without chunks the loss is the largest moment of all three: {' '.join(whole)})"
     ) in said
     assert (
         f"235B-A22B on 4 nodes, EP8, full: capacity {large['capacity']}, gather {large['gather']}, which does not fit."

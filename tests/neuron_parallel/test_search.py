@@ -1,4 +1,6 @@
-"""Contract: what is suggested is valid, fits and is ranked by its estimate; a fixed degree stays; nothing that fits is named as such."""
+"""Contract: what is suggested is valid, fits and is ranked by its estimate; a fixed degree stays; nothing that fits is
+named as such.
+"""
 
 import random
 import statistics

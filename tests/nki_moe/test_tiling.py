@@ -83,7 +83,7 @@ def test_every_list_covers_its_rows_once_with_at_most_127_of_padding(counts: lis
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 40_000), min_size=1, max_size=40))
 def test_the_two_cores_of_a_pair_have_half_the_work_each(counts: list[int]) -> None:
-    """Within a tile, and with the weights of experts of few rows counted as theirs: also where one expert owns
+    """The bound is a tile, with the weights of experts of few rows counted as theirs, also where one expert owns
     everything."""
     t = routing(torch.tensor(counts), max(1, sum(counts)), None, None, 2)
     work = [

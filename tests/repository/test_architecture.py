@@ -16,7 +16,9 @@ def section(title: str) -> str:
 
 
 def files_of(table: str) -> list[str]:
-    """Return the files that a table names in its first column: `mesh.py`, and in the row of a folder `memory/`, its files."""
+    """Return the files that a table names in its first column: `mesh.py`, and in the row of a folder `memory/`, its
+    files.
+    """
     found = []
     for row in re.findall(r"^\| (.*?) \|", table, re.MULTILINE):
         found += re.findall(r"`([\w./]+\.py)`", row)

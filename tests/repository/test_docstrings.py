@@ -1,4 +1,5 @@
-"""Contract: a docstring is a sentence of its own. It begins with no preposition, whose noun a reader would have to guess.
+"""Contract: a docstring is a sentence of its own. It begins with no preposition, whose noun a reader would have to
+guess.
 
 That a public name has a docstring at all is held by ruff's `D` rules, in `nox -s lint`.
 """

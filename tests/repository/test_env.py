@@ -43,7 +43,9 @@ class Uses(ast.NodeVisitor):
         self.visit(tree)
 
     def note(self, how: str, node: ast.AST | None) -> None:
-        """Note the variable that an expression names: a literal, a constant, or else whatever the file's tables hold."""
+        """Note the variable that an expression names: a literal, a constant, or else whatever the file's
+        tables hold.
+        """
         if isinstance(node, ast.Constant):
             names = {node.value}
         elif isinstance(node, ast.Name):

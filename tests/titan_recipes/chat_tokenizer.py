@@ -1,5 +1,5 @@
-"""The debug tokenizer with a template that has the habits of Qwen3's: an optional system turn, tools, and thinking that is
-written out in the last turn and left out of earlier ones."""
+"""The debug tokenizer with a template that has the habits of Qwen3's: an optional system turn, tools, and thinking that
+is written out in the last turn and left out of earlier ones."""
 
 import json
 import shutil
@@ -18,7 +18,9 @@ TEMPLATE = """\
         {{- '<|im_start|>assistant\\n' }}
         {%- if loop.last %}{{- '<think>\\n' + thought + '\\n</think>\\n\\n' }}{%- endif %}
         {{- content.lstrip('\\n') }}
-        {%- if message.tool_calls is defined %}{{- '<tool_call>' + message.tool_calls | tojson + '</tool_call>' }}{%- endif %}
+        {%- if message.tool_calls is defined %}
+            {{- '<tool_call>' + message.tool_calls | tojson + '</tool_call>' }}
+        {%- endif %}
         {{- '<|im_end|>\\n' }}
     {%- else %}
         {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
@@ -29,7 +31,7 @@ TEMPLATE = """\
 
 
 def tokenizer(folder: Path, template: str | None = TEMPLATE) -> HuggingFaceTokenizer:
-    """In `folder`, with `template` (None: without any)."""
+    """Make one in `folder`, with `template` (None: without any)."""
     shutil.copyfile(FOLDER / "tokenizer.json", folder / "tokenizer.json")
     config = json.loads((FOLDER / "tokenizer_config.json").read_text())
     del config["chat_template"]

@@ -6,10 +6,19 @@ import torch
 
 VOCABULARY, BATCH, LENGTH = 96, 4, 16
 OPTIONS: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "intermediate_size": 48, "max_position_embeddings": 64, "rope_theta": 1e6, "num_experts": 8,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True,
-}  # fmt: skip
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "rope_theta": 1e6,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
 
 
 def batch(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,9 +63,14 @@ class Run:
         with torch.device("meta"):
             model = spec.model.build()
         self.model = spec.parallelize_fn(
-            model, parallel_dims=self.dims, training=training, parallelism=parallelism, compile_config=CompileConfig(),
-            ac_config=policy, dump_folder="",
-        )  # fmt: skip
+            model,
+            parallel_dims=self.dims,
+            training=training,
+            parallelism=parallelism,
+            compile_config=CompileConfig(),
+            ac_config=policy,
+            dump_folder="",
+        )
         self.model.to_empty(device="cpu")
         with torch.no_grad():
             self.model.init_weights(buffer_device=None)
@@ -64,7 +78,9 @@ class Run:
                 _fill(parameter, clean(name))
 
     def step(self, tokens_BL: torch.Tensor, labels_BL: torch.Tensor, micro_batches: int = 1) -> float:
-        """Forward and backward of this rank's rows, loss per token of the whole batch; the part of the loss of this rank."""
+        """Forward and backward of this rank's rows, loss per token of the whole batch; the part of the loss of this
+        rank.
+        """
         from torchtitan.components.loss import cross_entropy_loss
         from torchtitan.distributed.utils import get_spmd_context
 
@@ -114,7 +130,9 @@ def _fill(parameter: torch.Tensor, name: str) -> None:
 def train_each(
     rank: int, cases: dict[str, dict[str, Any]]
 ) -> dict[str, tuple[float, dict[str, Any], dict[str, float]]]:
-    """One step of each case (arguments of `Run`) on this rank: its part of the loss, all gradients, what a run would log."""
+    """One step of each case (arguments of `Run`) on this rank: its part of the loss, all gradients, what a run would
+    log.
+    """
     from titan_recipes.moe.router import RoutingWatch
 
     results = {}

@@ -1,4 +1,6 @@
-"""Contract: recipes are found by name, module or file, listed without being imported, and a wrong name gets the near one."""
+"""Contract: recipes are found by name, module or file, listed without being imported, and a wrong name gets the near
+one.
+"""
 
 import pytest
 from titan_recipes.errors import UserError

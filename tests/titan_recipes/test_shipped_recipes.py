@@ -1,7 +1,8 @@
 """Contract: every recipe builds at its own world size and takes a step there, and its figures are the truth about it.
 
-Ranks are fake and tensors have shapes only. Steps that are equal (a recipe and its variant with another learning rate) are
-taken once; of the layers, which are alike, the first is kept. The soak takes all of them and checks the memory figures.
+Ranks are fake and tensors have shapes only. Steps that are equal (a recipe and its variant with another learning rate)
+are taken once; of the layers, which are alike, the first is kept. The soak takes all of them and checks the memory
+figures.
 """
 
 import logging
@@ -126,10 +127,14 @@ def test_every_dense_size_is_there_in_three_forms_and_in_debug():
 
 def test_the_mixtures_of_experts_are_there_with_their_experts_in_kernels_and_balanced_where_they_are_pretrained():
     expected = {
-        "qwen3_30b_a3b_pretrain": (64, 4), "qwen3_30b_a3b_continued": (64, 4), "qwen3_30b_a3b_finetune": (64, 4),
-        "qwen3_30b_a3b_one_chip": (4, 4), "qwen3_235b_a22b_pretrain_8_nodes": (512, 8),
-        "qwen3_235b_a22b_finetune_8_nodes": (512, 8), "debug_moe": (1, 1),
-    }  # fmt: skip
+        "qwen3_30b_a3b_pretrain": (64, 4),
+        "qwen3_30b_a3b_continued": (64, 4),
+        "qwen3_30b_a3b_finetune": (64, 4),
+        "qwen3_30b_a3b_one_chip": (4, 4),
+        "qwen3_235b_a22b_pretrain_8_nodes": (512, 8),
+        "qwen3_235b_a22b_finetune_8_nodes": (512, 8),
+        "debug_moe": (1, 1),
+    }
     for name, degrees in expected.items():
         config = recipe(name)()
         assert (world_size_of(config), config.parallelism.expert_parallel_degree) == degrees

@@ -1,4 +1,6 @@
-"""Contract: private names of torch and TorchTitan are named in one file, and the installed releases have all of them."""
+"""Contract: private names of torch and TorchTitan are named in one file, and the installed releases have
+all of them.
+"""
 
 import ast
 import re

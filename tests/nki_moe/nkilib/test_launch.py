@@ -62,7 +62,7 @@ def backward(
 
 
 def run(kernel: Any, lnc: int, *tensors: Tensor, block_size: int, save: bool = False) -> Any:
-    """In the place of AWS's kernels: the documented computation in float32, its results in bfloat16."""
+    """Stand in for AWS's kernels: the documented computation in float32, its results in bfloat16."""
     assert lnc == 2 and all(t.is_contiguous() for t in tensors)
     assert [t.dtype for t in tensors[:6]] == [torch.bfloat16] * 4 + [torch.int32] * 2
     positions, experts = tensors[4:6]

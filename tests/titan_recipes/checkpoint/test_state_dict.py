@@ -1,5 +1,5 @@
-"""Contract: TorchTitan's own checkpointer gets from these adapters what its own Qwen3 adapter would give it, for sharded
-experts too, and names that neither knows are an error instead of a tensor that disappears."""
+"""Contract: TorchTitan's own checkpointer gets from these adapters what its own Qwen3 adapter would give it, for
+sharded experts too, and names that neither knows are an error instead of a tensor that disappears."""
 
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,9 @@ class Holder(nn.Module):
 
 
 def shard(layout: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As TorchTitan places experts: EP on the first dimension, FSDP on the first too while there are enough, else the second."""
+    """Shard as TorchTitan places experts: EP on the first dimension, FSDP on the first too while there are enough, else
+    the second.
+    """
     if layout == "ep4":
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
         return {n: distribute_tensor(t, mesh, [Shard(0) if "_E" in n else Replicate()]) for n, t in state.items()}
@@ -141,7 +143,10 @@ LAYOUTS = ["ep4", "replicate2-ep2", "fsdp2-ep2-both-on-experts", "fsdp2-ep2-fsdp
 
 
 def load_on_a_rank(rank: int, folder: str, kind: str) -> dict[str, int]:
-    """As TorchTitan's dcp_load does: to_hf of poisoned shards, DCP from safetensors, from_hf. Returns experts a rank held."""
+    """Load as TorchTitan's dcp_load does: to_hf of poisoned shards, DCP from safetensors, from_hf.
+
+    Returns experts a rank held.
+    """
     held = {}
     whole = adapter(kind).from_hf(adapter().to_hf(native_state()))
     for layout in LAYOUTS:

@@ -1,4 +1,6 @@
-"""Contract: what a device dictates is set on any recipe and each change is said; what it cannot do is refused by name."""
+"""Contract: what a device dictates is set on any recipe and each change is said; what it cannot do is
+refused by name.
+"""
 
 from dataclasses import dataclass
 from dataclasses import replace as replaced

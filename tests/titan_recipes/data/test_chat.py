@@ -1,4 +1,6 @@
-"""Contract: a conversation is written by the tokenizer's own template, and exactly the assistant's turns are learned."""
+"""Contract: a conversation is written by the tokenizer's own template, and exactly the assistant's turns
+are learned.
+"""
 
 import json
 
@@ -78,7 +80,9 @@ def test_tools_written_as_json_are_the_tools_and_anything_else_is_refused(qwen):
 
 
 def test_a_message_whose_words_the_template_leaves_out_is_refused(tmp_path):
-    """Qwen3's template writes nothing for a role that it does not know: the answer would be learned without its question."""
+    """Qwen3's template writes nothing for a role that it does not know: the answer would be learned without its
+    question.
+    """
     picky = TEMPLATE.replace(
         "{%- else %}\n        {{- '<|im_start|>' + m",
         "{%- elif message.role != 'human' %}\n        {{- '<|im_start|>' + m",

@@ -1,5 +1,5 @@
-"""Contract of the loader: constant [B, S], the same global stream for any rank count and any mixture of sources, exact resume,
-ranks that end together, a step without labels that is no NaN."""
+"""Contract of the loader: constant [B, S], the same global stream for any rank count and any mixture of sources, exact
+resume, ranks that end together, a step without labels that is no NaN."""
 
 import json
 

@@ -1,4 +1,6 @@
-"""Contract: which source a sample comes from is a function of its number; weights hold; no source's sample is skipped or doubled."""
+"""Contract: which source a sample comes from is a function of its number; weights hold; no source's sample is skipped
+or doubled.
+"""
 
 import numpy as np
 import pytest

@@ -1,4 +1,6 @@
-"""Contract: packing loses no label, crosses no document, keeps one shape, and any rank count sees the same samples once."""
+"""Contract: packing loses no label, crosses no document, keeps one shape, and any rank count sees the same samples
+once.
+"""
 
 import itertools
 

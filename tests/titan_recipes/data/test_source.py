@@ -1,4 +1,6 @@
-"""Contract: documents come whole and in order from every place a user can point at; a bad place is one clear error naming it."""
+"""Contract: documents come whole and in order from every place a user can point at; a bad place is one clear error
+naming it.
+"""
 
 import json
 

@@ -1,4 +1,6 @@
-"""Contract: a source is tokenised once and shared; what changes its tokens makes a new store; a half-written one is never read."""
+"""Contract: a source is tokenised once and shared; what changes its tokens makes a new store; a half-written one is
+never read.
+"""
 
 import json
 import multiprocessing

@@ -1,4 +1,6 @@
-"""Contract: the device is chosen once and never falls back in silence; the sole outside touch of TorchTitan is listed."""
+"""Contract: the device is chosen once and never falls back in silence; the sole outside touch of TorchTitan
+is listed.
+"""
 
 import subprocess
 import sys

@@ -38,7 +38,8 @@ def test_under_torchrun_its_own_options_come_back(tmp_path):
     app = tmp_path / "apps" / "train"
     app.mkdir(parents=True)
     (app / "__main__.py").write_text(
-        "import sys\nfrom titan_recipes.launch.command import resume_command\nprint(resume_command(sys.argv[1:], 'run'))\n"
+        "import sys\nfrom titan_recipes.launch.command import resume_command\nprint(resume_command(sys.argv[1:], "
+        "'run'))\n"
     )
     command = [sys.executable, str(tmp_path / "torchrun"), "--nnodes", "2", "--nproc-per-node", "2", str(app), "debug"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

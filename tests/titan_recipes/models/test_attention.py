@@ -1,5 +1,5 @@
-"""Contract: a query sees the keys of its document that are not later, whatever rank holds it; ranks hold what TorchTitan's
-sharding gives them, balanced or not."""
+"""Contract: a query sees the keys of its document that are not later, whatever rank holds it; ranks hold what
+TorchTitan's sharding gives them, balanced or not."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6], [*ra
 
 
 def allowed(mask: str) -> np.ndarray:
-    """By the definition, query by query."""
+    """What each query may see by the definition, query by query."""
     seen = np.zeros((2, LENGTH, LENGTH), bool)
     for row, positions in enumerate(POSITIONS.tolist()):
         for query in range(LENGTH):
@@ -29,7 +29,7 @@ def test_one_rank_has_the_whole_mask_and_needs_none_for_causal():
 
 
 def rows_of_rank(rank, mask):
-    """For each way to split: this rank's places in the sequence, and its mask."""
+    """Yield, for each way to split, this rank's places in the sequence, and its mask."""
     from titan_recipes.device.select import set_device
 
     set_device("cpu")

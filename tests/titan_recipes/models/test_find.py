@@ -1,4 +1,6 @@
-"""Contract: a model is found by name, folder or cached Hub id, nothing is downloaded, and no folder's code is ever run."""
+"""Contract: a model is found by name, folder or cached Hub id, nothing is downloaded, and no folder's code
+is ever run.
+"""
 
 import json
 from pathlib import Path

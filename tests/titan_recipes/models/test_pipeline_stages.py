@@ -1,4 +1,6 @@
-"""Contract: what a pipeline stage sends, forward and back, is contiguous, and its values are those that were computed."""
+"""Contract: what a pipeline stage sends, forward and back, is contiguous, and its values are those that
+were computed.
+"""
 
 import torch
 from titan_recipes.models.pipeline_stages import sendable, sends_its_gradient

@@ -1,6 +1,6 @@
-"""Contract: with the gather dispatcher a mixture of experts in any layout has the loss and gradients of one process, with any
-experts and any activation checkpointing, and no operator ever sees a new shape; the capacity dispatcher drops what does not fit,
-no more, and counts it once.
+"""Contract: with the gather dispatcher a mixture of experts in any layout has the loss and gradients of one process,
+with any experts and any activation checkpointing, and no operator ever sees a new shape; the capacity dispatcher drops
+what does not fit, no more, and counts it once.
 
 Float32: sums in another order differ by 1e-6 of a gradient's largest entry here, the bound is 1e-5.
 """
@@ -113,7 +113,9 @@ def test_on_one_rank_it_has_torchtitans_loss_and_gradients(alone: dict[str, Any]
 def test_in_any_layout_it_has_the_loss_and_gradients_of_one_rank(
     alone: dict[str, Any], case: str, request: pytest.FixtureRequest
 ) -> None:
-    """Of experts, router and all else: nothing is averaged twice or left out, and scores have their gradient."""
+    """The gradients are those of experts, router and all else: nothing is averaged twice or left out, and scores have
+    their gradient.
+    """
     ranks = [r[case] for r in request.getfixturevalue("on_two" if case in ON_TWO else "on_four")]
     degrees = (ON_TWO | ON_FOUR)[case]["degrees"]
     data_ranks = degrees.get("data_parallel_shard_degree", 1)
@@ -136,7 +138,9 @@ def test_what_the_capacity_drops_is_counted_once_and_logged_for_all_ranks(
 
 
 def exchange(rank: int, world: int, factor: float, block: int) -> tuple[Any, ...]:
-    """The capacity dispatcher alone, expert e multiplying by e + 2: outputs, kept choices by brute force, and what it counted."""
+    """The capacity dispatcher alone, expert e multiplying by e + 2: outputs, kept choices by brute force, and what it
+    counted.
+    """
     from torch.distributed.device_mesh import init_device_mesh
 
     experts, tokens, choices = 8, 20, 2

@@ -1,5 +1,6 @@
-"""Contract of route 3: nki-moe's operators replace exactly the modules that were asked for and compute the same; an override that
-does nothing, two that meet, sizes or software that the kernels do not have are one error each before a rank starts.
+"""Contract of route 3: nki-moe's operators replace exactly the modules that were asked for and compute the same; an
+override that does nothing, two that meet, sizes or software that the kernels do not have are one error each before a
+rank starts.
 
 First losses and gradients of whole models, on ranks and on nki-sim, are in tests/integration/test_routes.py.
 """
@@ -25,10 +26,20 @@ from torchtitan.models.common import CosSinRoPE
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 
 SIZES = Qwen3Config(
-    vocab_size=320, hidden_size=256, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-    intermediate_size=96, max_position_embeddings=128, rope_theta=1e6, num_experts=4, num_experts_per_tok=2,
-    moe_intermediate_size=256, norm_topk_prob=True,
-)  # fmt: skip
+    vocab_size=320,
+    hidden_size=256,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    intermediate_size=96,
+    max_position_embeddings=128,
+    rope_theta=1e6,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=256,
+    norm_topk_prob=True,
+)
 DENSE = replace(SIZES, num_experts=0, num_experts_per_tok=0, moe_intermediate_size=0)
 
 
@@ -70,8 +81,10 @@ def test_kernels_replace_what_their_globs_name_and_compose_with_an_attention_of_
     made = config(kernel("experts", "layers.[12].*"), kernel("rope", "layers.0.*"), f"{HERE}.other_sdpa")
     lines = check_overrides(made, "cpu")
     assert [line.partition(" (")[0].partition(" replaces ")[2] for line in lines] == [
-        "2 GroupedExperts", "1 CosSinRoPE", "3 SDPAttention"
-    ]  # fmt: skip
+        "2 GroupedExperts",
+        "1 CosSinRoPE",
+        "3 SDPAttention",
+    ]
     assert replaced(made, NkiExperts.Config) == [f"layers.{i}.moe.routed_experts.inner_experts" for i in (1, 2)]
     assert replaced(made, NkiRoPE.Config) == ["layers.0.attention.rope"]
     assert len(replaced(made, OtherSDPA.Config)) == 3
@@ -95,13 +108,21 @@ def test_one_override_is_registered_for_each_operator_and_globs_however_often_it
 @pytest.mark.parametrize(
     "entry, model, message",
     [
-        (kernel("experts", "layers.9.*"), SIZES, r"(?s)named 'layers\.9\.\*'.*has 3, layers\.0\.moe.* to layers\.2\.moe"),
+        (
+            kernel("experts", "layers.9.*"),
+            SIZES,
+            r"(?s)named 'layers\.9\.\*'.*has 3, layers\.0\.moe.* to layers\.2\.moe",
+        ),
         (kernel("experts"), DENSE, r"(?s)for GroupedExperts, and the config has none.*mixture of experts"),
         (f"{HERE}.idle", SIZES, r"idle replaces nothing"),  # anybody's override
-        ("titan_recipes.moe.kernels.nothing", SIZES, r"names no registered.*there are titan_recipes\.moe\.kernels\.experts, titan_recipes\.moe\.kernels\.rope"),
+        (
+            "titan_recipes.moe.kernels.nothing",
+            SIZES,
+            r"names no registered.*there are titan_recipes\.moe\.kernels\.experts, titan_recipes\.moe\.kernels\.rope",
+        ),
         ("no_such_module.kernel", SIZES, "could not be imported"),
     ],
-)  # fmt: skip
+)
 def test_an_override_that_replaces_nothing_is_an_error_that_says_what_there_is(entry, model, message):
     with pytest.raises(UserError, match=message):
         check_overrides(config(entry, model=model), "cpu")

@@ -1,5 +1,5 @@
-"""Contract: choices get rows by their expert, as many rows as any routing needs, and rows without a choice never contribute,
-whatever they hold."""
+"""Contract: choices get rows by their expert, as many rows as any routing needs, and rows without a choice never
+contribute, whatever they hold."""
 
 import math
 
@@ -121,7 +121,9 @@ def test_any_number_of_tokens_has_its_rows(tokens, block):
 
 
 def scored(rows_a_block, monkeypatch, dtype=torch.bfloat16):
-    """Result and gradients of `combine_rows`, and the largest float32 results of an operator in forward and in backward."""
+    """Result and gradients of `combine_rows`, and the largest float32 results of an operator in forward and in
+    backward.
+    """
     monkeypatch.setattr(dispatch_rows, "BLOCK_ROWS", rows_a_block)
     expert_TK = routing(tokens=400, experts=8).clamp(max=4)  # half of the experts are elsewhere
     placement, _ = pack(expert_TK, 4, packed_rows(400 * K, 4, 1))

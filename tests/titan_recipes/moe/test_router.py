@@ -1,6 +1,6 @@
-"""Contract: the auxiliary loss is Transformers' over all tokens of a micro-batch, with its gradients, in any layout; it is
-counted once under recomputation, and averaged over the micro-batches of a step. Expert bias, when a recipe asks for it, moves
-alike with and without recomputation.
+"""Contract: the auxiliary loss is Transformers' over all tokens of a micro-batch, with its gradients, in any layout; it
+is counted once under recomputation, and averaged over the micro-batches of a step. Expert bias, when a recipe asks for
+it, moves alike with and without recomputation.
 """
 
 from functools import partial
@@ -31,7 +31,10 @@ for _case in ON_TWO.values():
 
 
 def by_transformers(micro_batches: int) -> tuple[float, dict[str, Any]]:
-    """One process: the cross entropy and, from the gates' own outputs, Transformers' function. Its mean value, all gradients."""
+    """One process: the cross entropy and, from the gates' own outputs, Transformers' function.
+
+    Its mean value, all gradients.
+    """
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
     run = Run({}, micro_batches=micro_batches)

@@ -1,5 +1,5 @@
-"""Contract: a layout that cannot work, and what a run would not read, is refused before a rank starts, with the reason and what to
-do instead."""
+"""Contract: a layout that cannot work, and what a run would not read, is refused before a rank starts, with the reason
+and what to do instead."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +20,16 @@ from titan_recipes.recipes import Recipe
 from titan_recipes.train.trainer import Trainer
 
 UNTIED = Qwen3Config(
-    vocab_size=320, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    head_dim=32, intermediate_size=96, max_position_embeddings=128, rope_theta=1e6,
-)  # fmt: skip
+    vocab_size=320,
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    intermediate_size=96,
+    max_position_embeddings=128,
+    rope_theta=1e6,
+)
 
 
 def config(route: str = "native", model: Qwen3Config = UNTIED, **parallelism: Any) -> Trainer.Config:
@@ -38,11 +45,27 @@ REFUSED = [
     ({"context_parallel_degree": 2, "context_parallel_load_balancer": "ptrr"}, "block masks", "headtail or None"),
     ({"context_parallel_degree": 3}, "multiple of 6", "nearest: 60 or 66"),
     ({"pipeline_parallel_degree": 5}, "pp 5 stages for 2 layers", "--parallelism.pipeline_parallel_degree"),
-    ({"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": "Interleaved1F1B"}, "cannot be greater", "less_layers"),
-    ({"pipeline_parallel_degree": 2, "pipeline_parallel_layers_per_stage": 1}, "exactly 1 stage per rank", "layers_per_stage"),
-    ({"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "DualPipeV"}, "loss on the first rank", "ZBVZeroBubble"),
-    ({"tensor_parallel_degree": 4}, "tp 4 does not divide num_key_value_heads 2; 2 would", "--parallelism.tensor_parallel_degree"),
-]  # fmt: skip
+    (
+        {"pipeline_parallel_degree": 4, "pipeline_parallel_schedule": "Interleaved1F1B"},
+        "cannot be greater",
+        "less_layers",
+    ),
+    (
+        {"pipeline_parallel_degree": 2, "pipeline_parallel_layers_per_stage": 1},
+        "exactly 1 stage per rank",
+        "layers_per_stage",
+    ),
+    (
+        {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "DualPipeV"},
+        "loss on the first rank",
+        "ZBVZeroBubble",
+    ),
+    (
+        {"tensor_parallel_degree": 4},
+        "tp 4 does not divide num_key_value_heads 2; 2 would",
+        "--parallelism.tensor_parallel_degree",
+    ),
+]
 
 
 @pytest.mark.parametrize(("parallelism", "reason", "instead"), REFUSED)

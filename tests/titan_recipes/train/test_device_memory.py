@@ -1,4 +1,5 @@
-"""Contract: metrics name the highest memory peak of all ranks and its rank, of how much, and warn once before it runs out.
+"""Contract: metrics name the highest memory peak of all ranks and its rank, of how much, and warn once before it runs
+out.
 
 A fake device module says what each rank's device would.
 """

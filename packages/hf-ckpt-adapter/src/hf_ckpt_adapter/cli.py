@@ -27,7 +27,8 @@ OK, DIFFERENT, REFUSED, INTERRUPTED = 0, 1, 2, 130
 
 class _Bar:
     """A progress line with bytes per second and time left; on a terminal it is rewritten, else it is
-    silent."""
+    silent.
+    """
 
     def __init__(self, stream: TextIO, shown: bool) -> None:
         self._stream, self._shown = stream, shown
@@ -233,7 +234,8 @@ def _json(value: Any, indent: int | None = None) -> str:
 
 def _say(text: str, stream: TextIO) -> None:
     """Print what may hold names out of a hostile file: no control characters, nothing that the terminal's encoding
-    lacks. A reader that has left (`| head`) is no error."""
+    lacks. A reader that has left (`| head`) is no error.
+    """
     text = "".join(c if c == "\n" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     encoding = stream.encoding or "utf-8"
     try:

@@ -50,7 +50,8 @@ class Difference:
 @dataclass
 class Comparison:
     """What differs; `same` counts the parts that agree in every bit (or in value, between dtypes). `padding` says
-    which rows were left aside because the config does not count them as vocabulary."""
+    which rows were left aside because the config does not count them as vocabulary.
+    """
 
     same: int = 0
     different: list[Difference] = field(default_factory=list)
@@ -81,7 +82,8 @@ class Comparison:
 
 class Model:
     """A checkpoint opened as parts; `config` is its config.json, or empty when it has none. Rows that only pad the
-    vocabulary are not in `parts`; `padding` has their number."""
+    vocabulary are not in `parts`; `padding` has their number.
+    """
 
     def __init__(self, name: str | Path, *, follow_symlinks: bool = False) -> None:
         self.folder = find(name)

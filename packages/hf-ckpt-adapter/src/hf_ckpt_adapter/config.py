@@ -235,7 +235,8 @@ def check_layers(config: Mapping[str, Any], reading: Reading) -> None:
 
 def fit_config(config: Mapping[str, Any], sizes: Sizes, vocab_size: int) -> dict[str, Any]:
     """`config` with every size replaced by what the tensors say, and `layer_types` repeated when all are of one
-    kind."""
+    kind.
+    """
     told = {name: value for name, value in vars(sizes).items() if value}
     kind = "qwen3_moe" if sizes.num_experts else "qwen3"
     result = {**config, **told, "vocab_size": vocab_size, "model_type": kind}

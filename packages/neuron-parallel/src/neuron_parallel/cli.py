@@ -23,7 +23,8 @@ Without --fix for every degree, the best layouts are listed and the first is sho
   plan 8B
   plan 8B --fix tp=4 dp_shard=16 --checkpointing selective
   plan 30B-A3B --nodes 4 --launch launch/ -- apps/train qwen3_30b
-All figures are modelled: memory from formulas (printed with --formulas), time from a roofline. Nothing was measured on a device.
+All figures are modelled: memory from formulas (printed with --formulas), time from a roofline.
+Nothing was measured on a device.
 """
 
 
@@ -41,7 +42,9 @@ def main(arguments: list[str] | None = None, models: Mapping[str, Mapping[str, A
 
 
 def _one_fix_each(words: Sequence[str]) -> list[str]:
-    """`--fix a=1 b=2` as `--fix a=1 --fix b=2`: argparse's own way would take a model's name that follows for one more."""
+    """`--fix a=1 b=2` as `--fix a=1 --fix b=2`: argparse's own way would take a model's name that follows
+    for one more.
+    """
     found: list[str] = []
     for word in words:
         more = len(found) > 1 and found[-2] == "--fix" and "=" in word and not word.startswith("-")
@@ -129,8 +132,9 @@ def _run(options: argparse.Namespace, models: Mapping[str, Mapping[str, Any]]) -
 def _heading(model: str, shape: ModelShape, cluster: Cluster) -> str:
     return (
         f"{model}: {shape.parameters / 1e9:.2f} billion parameters, {shape.active_parameters / 1e9:.2f} a token; "
-        f"{cluster.cores} logical cores ({cluster.nodes} x {cluster.instance.name}, LNC={cluster.lnc}) of {cluster.hbm_bytes / GIB:.0f} "
-        f"GiB and {cluster.peak_flops() / 1e12:.2f} BF16 TFLOPS each (the denominator of MFU)"
+        f"{cluster.cores} logical cores ({cluster.nodes} x {cluster.instance.name}, LNC={cluster.lnc}) of "
+        f"{cluster.hbm_bytes / GIB:.0f} GiB and {cluster.peak_flops() / 1e12:.2f} BF16 TFLOPS each (the denominator "
+        "of MFU)"
     )
 
 
@@ -162,7 +166,10 @@ def _choice_row(number: int, choice: Choice) -> tuple[str, ...]:
 def _draw(options: argparse.Namespace, best: Choice, cluster: Cluster) -> None:
     from neuron_parallel.memory.figure import draw_memory
 
-    title = f"{options.model} on {cluster.nodes} x {cluster.instance.name}: {best.plan}, {best.training.checkpointing} checkpointing"
+    title = (
+        f"{options.model} on {cluster.nodes} x {cluster.instance.name}: {best.plan}, "
+        f"{best.training.checkpointing} checkpointing"
+    )
     draw_memory(best.memory, options.figure, cluster.hbm_bytes, title, device_allowance(cluster))
     print(f"figure: {options.figure}")
 
@@ -227,8 +234,8 @@ def _explain_nothing(
         return 1
     cut = found.cut
     print(
-        f"{found.considered} layouts are valid, none fits: the least that a core needs is {cut.needed / GIB:.1f} GiB (full checkpointing), "
-        f"it has {(cluster.hbm_bytes - device_allowance(cluster)) / GIB:.1f} GiB."
+        f"{found.considered} layouts are valid, none fits: the least that a core needs is {cut.needed / GIB:.1f} GiB "
+        f"(full checkpointing), it has {(cluster.hbm_bytes - device_allowance(cluster)) / GIB:.1f} GiB."
     )
     experts = f", or {cut.experts} of {shape.num_experts} experts," if cut.experts else ""
     chunks = "; so does --loss-chunks 8" if training.loss_chunks < 8 else ""
@@ -237,7 +244,9 @@ def _explain_nothing(
 
 
 def memory_table(report: Memory, cluster: Cluster, formulas: bool = False) -> str:
-    """The largest moment of one core by part, against its memory; with `formulas` every tensor and the symbols' values."""
+    """The largest moment of one core by part, against its memory; with `formulas` every tensor and the
+    symbols' values.
+    """
     allowance = device_allowance(cluster)
     peak = report.peak
     lines = [
@@ -253,7 +262,8 @@ def memory_table(report: Memory, cluster: Cluster, formulas: bool = False) -> st
     lines += [
         f"  {'all tensors':<28}{peak.bytes / GIB:8.2f} GiB",
         f"  {'runtime, compiler (allowance)':<28}{allowance / GIB:7.2f} GiB",
-        f"  {'together':<28}{used / GIB:8.2f} of {cluster.hbm_bytes / GIB:.0f} GiB: {'fits' if used <= cluster.hbm_bytes else 'DOES NOT FIT'}",
+        f"  {'together':<28}{used / GIB:8.2f} of {cluster.hbm_bytes / GIB:.0f} GiB: "
+        f"{'fits' if used <= cluster.hbm_bytes else 'DOES NOT FIT'}",
     ]
     return "\n".join(lines)
 

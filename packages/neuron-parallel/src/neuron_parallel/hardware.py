@@ -4,11 +4,13 @@
     Cluster(trn2, nodes=2).cores                  # 128 logical cores
     Cluster(trn2).peak_flops("bf16")              # of one logical core: the denominator of MFU
 
-Sources: [D] AWS Neuron SDK 2.33 documentation, architecture pages of Trainium2, Trainium3 and their instances; [F] reports from
-the field, nothing that AWS states. A logical core is `lnc` physical NeuronCores that a program sees as one.
+Sources: [D] AWS Neuron SDK 2.33 documentation, architecture pages of Trainium2, Trainium3 and their instances; [F]
+reports from the field, nothing that AWS states. A logical core is `lnc` physical NeuronCores that a program sees as
+one.
 
-MFU here divides by the chip's data-sheet peak shared out to its logical cores: 667e12 / 4 = 166.75e12 for BF16 at LNC=2.
-TorchTitan's own table has 158e12 (2 x 79e12, the sum of what a physical core is quoted with), which reads 5.5 % higher.
+MFU here divides by the chip's data-sheet peak shared out to its logical cores: 667e12 / 4 = 166.75e12 for BF16 at
+LNC=2. TorchTitan's own table has 158e12 (2 x 79e12, the sum of what a physical core is quoted with), which reads 5.5 %
+higher.
 """
 
 import difflib
@@ -69,7 +71,10 @@ class Instance:
         return tuple(sorted({1 << i for i in range(every.bit_length()) if 1 << i <= every} | {every}))
 
 
-_TRN2_SOURCE = "[D] Trainium2 architecture: 8 NeuronCore-v3, 667 BF16 / 1,299 FP8 / 181 FP32 TFLOPS, 96 GiB at 2.9 TB/s; SBUF 28 MiB (128 x 224 KiB), PSUM 2 MiB a core"
+_TRN2_SOURCE = (
+    "[D] Trainium2 architecture: 8 NeuronCore-v3, 667 BF16 / 1,299 FP8 / 181 FP32 TFLOPS, 96 GiB at 2.9 "
+    "TB/s; SBUF 28 MiB (128 x 224 KiB), PSUM 2 MiB a core"
+)
 TRAINIUM2 = Chip(
     "Trainium2", 8, 96 * GIB, 2.9e12, {"bf16": 667e12, "fp8": 1299e12, "fp32": 181e12}, 28 << 20, 2 << 20, _TRN2_SOURCE
 )
@@ -81,7 +86,8 @@ TRAINIUM3 = Chip(
     {"bf16": 671e12, "mxfp8": 2517e12},
     28 << 20,
     2 << 20,
-    "[D] Trainium3 architecture: 671 BF16 / 2,517 MXFP8 TFLOPS, 144 GiB at 4.9 TB/s; SBUF and PSUM as Trainium2 (unconfirmed)",
+    "[D] Trainium3 architecture: 671 BF16 / 2,517 MXFP8 TFLOPS, 144 GiB at 4.9 TB/s; SBUF and PSUM as Trainium2 "
+    "(unconfirmed)",
 )
 
 _NUMA_48XL = (((0, 1, 2, 3, 12, 13, 14, 15), "48-95,144-191"), ((4, 5, 6, 7, 8, 9, 10, 11), "0-47,96-143"))
@@ -204,6 +210,7 @@ class Cluster:
 
     @property
     def per_node(self) -> int:
+        """Logical cores of one instance."""
         assert self.cores_per_node is not None
         return self.cores_per_node
 
@@ -214,6 +221,7 @@ class Cluster:
 
     @property
     def cores_per_chip(self) -> int:
+        """Logical cores of one chip."""
         return self.instance.chip.physical_cores // self.lnc
 
     @property
@@ -223,6 +231,7 @@ class Cluster:
 
     @property
     def hbm_bandwidth(self) -> float:
+        """Memory bandwidth of one logical core in bytes per second: its share of the chip's."""
         return self.instance.chip.hbm_bandwidth / self.cores_per_chip
 
     def peak_flops(self, dtype: str = "bf16") -> float:
@@ -235,9 +244,10 @@ class Cluster:
     def group_bandwidth(self, size: int, stride: int) -> tuple[float, str]:
         """Bytes per second of one hop of a ring over a group, and the name of its slowest link. Modelled, not measured.
 
-        The group is ranks first, first+stride, ... (`size` of them). A hop inside a chip gets a core's share of the HBM. A hop out
-        of a unit (the chip over NeuronLink or to another host of an UltraServer, the node over EFA) gets the unit's bandwidth,
-        shared with the other groups that leave the unit at once: bandwidth * members in the unit / cores of the unit.
+        The group is ranks first, first+stride, ... (`size` of them). A hop inside a chip gets a core's share of the
+        HBM. A hop out of a unit (the chip over NeuronLink or to another host of an UltraServer, the node over EFA) gets
+        the unit's bandwidth, shared with the other groups that leave the unit at once: bandwidth * members in the unit
+        / cores of the unit.
         """
         return _group_bandwidth(self, size, stride)
 

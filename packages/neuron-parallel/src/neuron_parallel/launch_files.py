@@ -1,9 +1,11 @@
-"""Files that start a planned run with the engines that exist: torchrun, Slurm, Kubernetes. They are generated, then yours.
+"""Files that start a planned run with the engines that exist: torchrun, Slurm, Kubernetes. They are generated, then
+yours.
 
     files = launch_files(plan, Cluster(instance("trn2.48xlarge"), nodes=4), command=("apps/train", "qwen3_8b"))
     for name, text in files.items(): Path(name).write_text(text)
 
-Environment variables are those of Neuron SDK 2.33 and TorchNeuron 2.14; where one rests on field reports alone, the file says so.
+Environment variables are those of Neuron SDK 2.33 and TorchNeuron 2.14; where one rests on field reports alone, the
+file says so.
 """
 
 import re
@@ -81,10 +83,10 @@ def launch_files(
 ) -> dict[str, str]:
     """File name -> content: env.sh, bind.sh (where the NUMA map is known), run.sh, job.sbatch, pytorchjob.yaml.
 
-    `command` is the training script and its own arguments; the plan's degrees are appended. `folder` is where the files will be, seen
-    from where the command is to run: they are started from there. `training` is what the plan was made with, which is the recipe's to say:
-    run.sh repeats it. Raises ValueError for a plan of another
-    size than the cluster, and for a name that Kubernetes would not take.
+    `command` is the training script and its own arguments; the plan's degrees are appended. `folder` is where the files
+    will be, seen from where the command is to run: they are started from there. `training` is what the plan was made
+    with, which is the recipe's to say: run.sh repeats it. Raises ValueError for a plan of another size than the
+    cluster, and for a name that Kubernetes would not take.
     """
     if plan.world != cluster.cores:
         raise ValueError(f"the plan is for {plan.world} cores, the cluster has {cluster.cores}")
@@ -110,8 +112,8 @@ def check_visible_cores(value: str, ranks: int) -> tuple[int, ...]:
     cores = parse_cores(value)
     if len(cores) != ranks:
         raise ValueError(
-            f"NEURON_RT_VISIBLE_CORES={value!r} names {len(cores)} cores for {ranks} ranks on this host; start {len(cores)} ranks or "
-            f"name {ranks} cores"
+            f"NEURON_RT_VISIBLE_CORES={value!r} names {len(cores)} cores for {ranks} ranks on this host; start "
+            f"{len(cores)} ranks or name {ranks} cores"
         )
     return cores
 
@@ -148,7 +150,10 @@ def _run_sh(cluster: Cluster, words: Sequence[str], folder: str, training: Train
         how = ", ".join(f"{name} {getattr(training, name)}" for name in names)
         usage += f"\n# planned with {how}: the recipe has to say the same"
     need = "" if hosts == 1 else ': "${HEAD_NODE:?name of the first host}" "${JOB_ID:?one number for all hosts}"\n'
-    return f"#!/bin/bash\n{usage}\nset -euo pipefail\n{need}source {shlex.quote(f'{folder}/env.sh')}\n{torchrun(cluster, words)}\n"
+    return (
+        f"#!/bin/bash\n{usage}\nset -euo pipefail\n{need}source "
+        f"{shlex.quote(f'{folder}/env.sh')}\n{torchrun(cluster, words)}\n"
+    )
 
 
 def _sbatch(cluster: Cluster, name: str, folder: str) -> str:
@@ -189,7 +194,8 @@ def _pytorchjob(cluster: Cluster, words: Sequence[str], name: str, image: str, b
     workers = replica("Worker", hosts - 1) if hosts > 1 else ""
     return (
         "# kubectl apply -f pytorchjob.yaml (Kubeflow training operator; the cache folder has to be a shared volume)\n"
-        f"{bind}apiVersion: kubeflow.org/v1\nkind: PyTorchJob\nmetadata: {{name: {name}}}\nspec:\n  pytorchReplicaSpecs:\n"
+        f"{bind}apiVersion: kubeflow.org/v1\nkind: PyTorchJob\nmetadata: {{name: {name}}}\nspec:\n  "
+        "pytorchReplicaSpecs:\n"
         f"{replica('Master', 1)}{workers}"
     )
 

@@ -34,7 +34,10 @@ def mesh_shapes(plan: ParallelPlan) -> dict[str, dict[str, int]]:
 
 
 def build_meshes(plan: ParallelPlan, device_type: str) -> "dict[str, DeviceMesh]":
-    """Both views as DeviceMeshes over all ranks. Raises ValueError when the process group has another size than the plan."""
+    """Both views as DeviceMeshes over all ranks.
+
+    Raises ValueError when the process group has another size than the plan.
+    """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 

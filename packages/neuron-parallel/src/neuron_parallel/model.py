@@ -53,7 +53,8 @@ class ModelShape:
                 raise ValueError(f"{field.name} is {value!r}; expected an integer >= {least}")
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
-                f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads {self.num_key_value_heads}"
+                f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
+                f"{self.num_key_value_heads}"
             )
         if self.num_experts and not 1 <= self.num_experts_per_tok <= self.num_experts:
             raise ValueError(f"num_experts_per_tok {self.num_experts_per_tok} is not in 1..{self.num_experts}")
@@ -66,7 +67,7 @@ class ModelShape:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "ModelShape":
-        """From the content of a config.json of Qwen3 or Qwen3-MoE. Raises ValueError naming what is missing."""
+        """Read the content of a config.json of Qwen3 or Qwen3-MoE. Raises ValueError naming what is missing."""
         kind = config.get("model_type", "qwen3")
         if kind not in ("qwen3", "qwen3_moe"):
             raise ValueError(f"config.json is a {kind!r}'s; planning knows qwen3 and qwen3_moe")
@@ -87,7 +88,7 @@ class ModelShape:
 
     @cached_property
     def kinds(self) -> tuple[bool, ...]:
-        """Of its layers: with experts (True), without (False)."""
+        """The kinds of its layers: with experts (True), without (False)."""
         return tuple(
             moe for moe, n in ((True, self.moe_layers), (False, self.num_hidden_layers - self.moe_layers)) if n
         )
@@ -102,6 +103,7 @@ class ModelShape:
 
     @property
     def moe_layers(self) -> int:
+        """Layers with experts."""
         return self.num_hidden_layers - self.dense_layers if self.num_experts else 0
 
     @property
@@ -125,8 +127,8 @@ class ModelShape:
     def flops_per_token(self, length: int) -> float:
         """Matrix products of the forward pass for one token, causal attention over `length` (a multiply-add is two).
 
-        2 per weight passed through, the embedding look-up not, the head always; 4 H K length / 2 a layer for the scores and
-        their product with v.
+        2 per weight passed through, the embedding look-up not, the head always; 4 H K length / 2 a layer for the scores
+        and their product with v.
         """
         embedding = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
         scores = 2 * self.num_attention_heads * self.head_dim * length

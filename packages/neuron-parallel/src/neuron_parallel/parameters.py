@@ -1,7 +1,8 @@
-"""Where each parameter lives: a table of tensors with the dimension that each axis divides, and what one core holds of them.
+"""Where each parameter lives: a table of tensors with the dimension that each axis divides, and what one core holds of
+them.
 
-Divided by tp (or ep) first, then by FSDP along `fsdp_dim`; a dimension that does not divide evenly goes to the first ranks in
-chunks rounded up, as torch.chunk deals it, and FSDP pads its buffers to equal chunks.
+Divided by tp (or ep) first, then by FSDP along `fsdp_dim`; a dimension that does not divide evenly goes to the first
+ranks in chunks rounded up, as torch.chunk deals it, and FSDP pads its buffers to equal chunks.
 """
 
 import math
@@ -20,7 +21,10 @@ UnitName = Literal["embedding", "layer", "head"]
 
 @dataclass(frozen=True)
 class Parameter:
-    """One tensor of the model. `tp_dim`: divided by tp along it (None: on every tp rank whole). Experts divide by ep instead."""
+    """One tensor of the model.
+
+    `tp_dim`: divided by tp along it (None: on every tp rank whole). Experts divide by ep instead.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -31,7 +35,9 @@ class Parameter:
 
 
 def parameters(shape: ModelShape, moe: bool | None = None) -> tuple[Parameter, ...]:
-    """The tensors of the embedding, of one layer (`moe`: with experts) and of the head, with TorchTitan's names and placements."""
+    """The tensors of the embedding, of one layer (`moe`: with experts) and of the head, with TorchTitan's names and
+    placements.
+    """
     return _parameters(shape, shape.num_experts > 0 if moe is None else moe)
 
 

@@ -4,13 +4,15 @@
     for finding in validate(plan, shape, Cluster(instance("trn2.48xlarge"))):
         print(finding)
 
-Degrees have TorchTitan's names and meaning. Ranks are numbered as TorchTitan's meshes number them, the last axis fastest:
+Degrees have TorchTitan's names and meaning. Ranks are numbered as TorchTitan's meshes number them, the last axis
+fastest:
 
     dense    pp, dp_replicate, dp_shard, cp, tp
     sparse   pp, dp_replicate, efsdp, ep            efsdp * ep == dp_shard * cp * tp
 
-A finding is an error (the run would fail, or not be what was asked for) or a warning (it costs something). `origin` says whose rule
-it is: torchtitan (its own checks or a crash in it), neuron (the device's, from documents and field reports) or plan.
+A finding is an error (the run would fail, or not be what was asked for) or a warning (it costs something). `origin`
+says whose rule it is: torchtitan (its own checks or a crash in it), neuron (the device's, from documents and field
+reports) or plan.
 """
 
 import math
@@ -49,8 +51,9 @@ TORCHTITAN_NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelPlan:
-    """Degrees and batch. `micro_batch`: sequences a data-parallel rank computes at once; `global_batch`: sequences of one
-    optimizer step over all ranks (-1: one micro-batch each)."""
+    """Degrees and batch. `micro_batch`: sequences a data-parallel rank computes at once; `global_batch`: sequences of
+    one optimizer step over all ranks (-1: one micro-batch each).
+    """
 
     dp_replicate: int = 1
     dp_shard: int = -1
@@ -64,7 +67,9 @@ class ParallelPlan:
     seq_len: int = 4096
 
     def resolve(self, cores: int) -> "ParallelPlan":
-        """The plan with dp_shard=-1 and global_batch=-1 filled in, as TorchTitan does: cores // the other degrees, at least 1."""
+        """The plan with dp_shard=-1 and global_batch=-1 filled in, as TorchTitan does: cores // the other degrees, at
+        least 1.
+        """
         if self.dp_shard != -1 and self.global_batch != -1:
             return self
         shard = max(1, cores // self.others) if self.dp_shard == -1 and self.others > 0 else self.dp_shard
@@ -108,7 +113,9 @@ class ParallelPlan:
 
     @cached_property
     def without_dp(self) -> "ParallelPlan":
-        """One data-parallel rank of one stage alone: what does not depend on how many there are is worked out once for all."""
+        """One data-parallel rank of one stage alone: what does not depend on how many there are is worked out once for
+        all.
+        """
         return replace(self, dp_replicate=1, dp_shard=self.ep, pp=1, global_batch=-1)
 
     @cached_property
@@ -148,9 +155,13 @@ class Training:
     """What else decides memory and speed. Bytes are per element."""
 
     checkpointing: Literal["none", "linears", "selective", "full"] = "selective"
-    """selective: TorchTitan's, every second matrix product again. linears: no linear again (titan_recipes' SaveLinears)."""
+    """selective: TorchTitan's, every second matrix product again. linears: no linear again (titan_recipes'
+    SaveLinears).
+    """
     attention: Literal["flash", "masked", "math"] = "flash"
-    """flash: a fused causal kernel without a mask. masked: a fused kernel with a dense document mask. math: scores in memory."""
+    """flash: a fused causal kernel without a mask. masked: a fused kernel with a dense document mask. math: scores in
+    memory.
+    """
     param_bytes: int = 4
     """Sharded parameters, gradients and Adam's two moments, each: they are their own master weights."""
     compute_bytes: Literal[2, 4] = 2
@@ -161,17 +172,23 @@ class Training:
     loss_chunks: int = 1
     """Parts of the sequence that head and loss are computed for at a time (ChunkedLossWrapper)."""
     dispatcher: Literal["gather", "capacity", "all-to-all"] = "gather"
-    """Expert exchange, as titan_recipes.moe.dispatchers names it: all tokens to all ranks, equal splits, or TorchTitan's, rows as routed."""
+    """Expert exchange, as titan_recipes.moe.dispatchers names it: all tokens to all ranks, equal splits, or
+    TorchTitan's, rows as routed.
+    """
     capacity_factor: float = 1.25
     """capacity: rows that a rank may send to each rank, relative to balanced routing."""
     imbalance: float = 1.0
     """all-to-all: rows on the fullest rank, relative to balanced routing."""
     expert_bytes: Literal[2, 4] = 2
-    """Experts' compute dtype; other than compute_bytes, casts are kept for the backward pass (TorchTitan: always BF16)."""
+    """Experts' compute dtype; other than compute_bytes, casts are kept for the backward pass (TorchTitan:
+    always BF16).
+    """
     reshard: Literal["default", "always", "never"] = "default"
     """parallelism.fsdp_reshard_after_forward."""
     selective_keeps_attention: bool = True
-    """Whether the attention kernel is on selective checkpointing's list: yes for device kernels, no for torch's CPU kernel."""
+    """Whether the attention kernel is on selective checkpointing's list: yes for device kernels, no for torch's CPU
+    kernel.
+    """
 
     @cached_property
     def without_mode(self) -> "Training":
@@ -216,8 +233,8 @@ def validate(
 ) -> list[Finding]:
     """Every rule that the plan breaks, all at once, each with the numbers and the nearest valid values.
 
-    `cluster` may be a plain number of cores: then the machine's rules are left out. Degrees that are no numbers end the check
-    early, since nothing else can be said. `warnings=False` leaves out rules that only warn.
+    `cluster` may be a plain number of cores: then the machine's rules are left out. Degrees that are no numbers end the
+    check early, since nothing else can be said. `warnings=False` leaves out rules that only warn.
     """
     nonsense = list(_degrees(plan))
     if nonsense:
@@ -262,7 +279,8 @@ def _world(plan: ParallelPlan, cores: int) -> Iterator[Finding]:
     fix = (
         f"dp_shard {cores // others} would fit"
         if cores % others == 0
-        else f"the other degrees make {others}, which does not divide {cores}; divisors near it: {_near_divisors(cores, others)}"
+        else f"the other degrees make {others}, which does not divide {cores}; divisors near it: "
+        f"{_near_divisors(cores, others)}"
     )
     yield Finding("world", f"{product or 'all degrees 1'} = {plan.world} cores, but there are {cores}; {fix}")
 
@@ -270,7 +288,8 @@ def _world(plan: ParallelPlan, cores: int) -> Iterator[Finding]:
 def _model(plan: ParallelPlan, shape: ModelShape) -> Iterator[Finding]:
     for name in ("num_attention_heads", "num_key_value_heads"):
         yield from _divides(name, getattr(shape, name), plan.tp, "torchtitan")
-    # TorchTitan starts with these uneven, and its cores then wait for the one with the most; kernels take even tiles only.
+    # TorchTitan starts with these uneven, and its cores then wait for the one with the most; kernels take even tiles
+    # only.
     yield from _divides("vocab_size", shape.vocab_size, plan.tp, "plan")
     if shape.moe_layers < shape.num_hidden_layers:
         yield from _divides("intermediate_size", shape.intermediate_size, plan.tp, "plan")
@@ -279,8 +298,8 @@ def _model(plan: ParallelPlan, shape: ModelShape) -> Iterator[Finding]:
     if plan.seq_len > shape.max_position_embeddings:
         yield Finding(
             "positions",
-            f"seq_len {plan.seq_len} is over max_position_embeddings {shape.max_position_embeddings}; use that or less, or extend "
-            "the model (YaRN)",
+            f"seq_len {plan.seq_len} is over max_position_embeddings {shape.max_position_embeddings}; use that or "
+            "less, or extend the model (YaRN)",
         )
 
 
@@ -291,16 +310,19 @@ def _divides(name: str, size: int, tp: int, origin: Literal["torchtitan", "plan"
 
 
 def _sequence(plan: ParallelPlan, shape: ModelShape, training: Training) -> Iterator[Finding]:
-    """TorchTitan asks for seq_len % (tp * 2 cp); the 2 is for its load balancer, which splits each rank's part in two."""
+    """TorchTitan asks for seq_len % (tp * 2 cp); the 2 is for its load balancer, which splits each rank's
+    part in two.
+    """
     multiple = (plan.tp if plan.sequence_parallel else 1) * (2 * plan.cp if plan.cp > 1 else 1)
     if plan.seq_len % multiple:
         yield Finding(
             "seq_len",
-            f"seq_len {plan.seq_len} is not a multiple of {multiple} (tp {plan.tp if plan.sequence_parallel else 1} * 2 * cp {plan.cp})"
+            f"seq_len {plan.seq_len} is not a multiple of {multiple} (tp {plan.tp if plan.sequence_parallel else 1} * "
+            f"2 * cp {plan.cp})"
             f"; nearest: {_near_multiples(plan.seq_len, multiple)}"
             if plan.cp > 1
-            else f"seq_len {plan.seq_len} is not a multiple of tp {plan.tp}, which sequence parallel splits it by; nearest: "
-            f"{_near_multiples(plan.seq_len, multiple)}",
+            else f"seq_len {plan.seq_len} is not a multiple of tp {plan.tp}, which sequence parallel splits it by; "
+            f"nearest: {_near_multiples(plan.seq_len, multiple)}",
         )
     elif (plan.seq_len // plan.cp) % training.loss_chunks:
         yield Finding(
@@ -324,8 +346,8 @@ def _experts(plan: ParallelPlan, shape: ModelShape, training: Training) -> Itera
     if inner % plan.ep:
         yield Finding(
             "sparse_mesh",
-            f"ep {plan.ep} does not divide dp_shard {plan.dp_shard} * cp {plan.cp} * tp {plan.tp} = {inner}, so there is no efsdp with "
-            f"efsdp * ep = {inner}; {_near_divisors(inner, plan.ep)} would",
+            f"ep {plan.ep} does not divide dp_shard {plan.dp_shard} * cp {plan.cp} * tp {plan.tp} = {inner}, so there "
+            f"is no efsdp with efsdp * ep = {inner}; {_near_divisors(inner, plan.ep)} would",
         )
     if plan.ep > 1 and shape.num_experts % plan.ep:
         both = math.gcd(shape.num_experts, inner)
@@ -344,28 +366,32 @@ def _experts(plan: ParallelPlan, shape: ModelShape, training: Training) -> Itera
             if dim % size:
                 yield Finding(
                     "expert_shards",
-                    f"{size} ranks share each expert along {name}, whose {dim} they do not divide; {_near_divisors(dim, size)} "
-                    "would (change ep or dp_shard)",
+                    f"{size} ranks share each expert along {name}, whose {dim} they do not divide; "
+                    f"{_near_divisors(dim, size)} would (change ep or dp_shard)",
                 )
 
 
 def _titan_expert_dim(plan: ParallelPlan, num_experts: int) -> int:
-    """The dimension TorchTitan 0.3.0 lets FSDP shard experts by. Without EP it counts the whole storage mesh, replicas and TP
-    included, where the FSDP ranks are meant (see `expert_shard_dim`)."""
+    """The dimension TorchTitan 0.3.0 lets FSDP shard experts by. Without EP it counts the whole storage mesh, replicas
+    and TP included, where the FSDP ranks are meant (see `expert_shard_dim`).
+    """
     ranks = plan.efsdp * plan.ep if plan.ep > 1 else plan.dp_replicate * plan.fsdp * plan.tp
     return 1 if ranks > num_experts else 0
 
 
 def expert_shard_dim(plan: ParallelPlan, num_experts: int) -> int:
-    """The dimension by which FSDP should shard the stacked experts: 0 (whole experts) unless more ranks than experts share them.
+    """The dimension by which FSDP should shard the stacked experts: 0 (whole experts) unless more ranks than experts
+    share them.
 
-    The ranks are those that hold different shards: efsdp * ep, or dp_shard * cp without EP. Replicas hold the same ones.
+    The ranks are those that hold different shards: efsdp * ep, or dp_shard * cp without EP. Replicas hold the same
+    ones.
     """
     return 1 if (plan.efsdp * plan.ep if plan.ep > 1 else plan.fsdp) > num_experts else 0
 
 
 def stays_gathered(plan: ParallelPlan, training: Training) -> bool:
-    """Whether parameters stay gathered after their forward pass: until their unit's backward pass, in a pipeline until the step's end.
+    """Whether parameters stay gathered after their forward pass: until their unit's backward pass, in a pipeline until
+    the step's end.
 
     TorchTitan's `default` policy reshards without a pipeline only (get_fsdp_reshard_after_forward_policy).
     """
@@ -395,18 +421,20 @@ def _pipeline(plan: ParallelPlan, shape: ModelShape) -> Iterator[Finding]:
     if shape.tie_word_embeddings:
         yield Finding(
             "tied_pp",
-            f"pp {plan.pp} with tied embeddings is not supported: first and last stage would each train a copy. Use pp 1",
+            f"pp {plan.pp} with tied embeddings is not supported: first and last stage would each train a copy. Use pp "
+            "1",
         )
     if plan.pp > shape.num_hidden_layers + 2:
         yield Finding(
             "layers",
-            f"pp {plan.pp} stages for {shape.num_hidden_layers} layers: each stage needs one of them, the embedding or the head; at "
-            f"most {shape.num_hidden_layers + 2}",
+            f"pp {plan.pp} stages for {shape.num_hidden_layers} layers: each stage needs one of them, the embedding or "
+            f"the head; at most {shape.num_hidden_layers + 2}",
         )
     if plan.micro_batches < plan.pp:
         yield Finding(
             "bubble",
-            f"{plan.micro_batches} micro-batches over pp {plan.pp} stages leave cores idle {(plan.pp - 1) / (plan.micro_batches + plan.pp - 1):.0%} "
+            f"{plan.micro_batches} micro-batches over pp {plan.pp} stages leave cores idle "
+            f"{(plan.pp - 1) / (plan.micro_batches + plan.pp - 1):.0%} "
             f"of the time; global_batch {plan.pp * plan.micro_batch * plan.dp} would fill the pipeline",
             "warning",
             "plan",
@@ -418,13 +446,16 @@ def _batch(plan: ParallelPlan) -> Iterator[Finding]:
     if plan.global_batch % each:
         yield Finding(
             "global_batch",
-            f"global_batch {plan.global_batch} is not a multiple of micro_batch {plan.micro_batch} * {plan.dp} data-parallel ranks; "
-            f"nearest: {_near_multiples(plan.global_batch, each)}",
+            f"global_batch {plan.global_batch} is not a multiple of micro_batch {plan.micro_batch} * {plan.dp} "
+            f"data-parallel ranks; nearest: {_near_multiples(plan.global_batch, each)}",
         )
 
 
 def _device(plan: ParallelPlan, shape: ModelShape, training: Training) -> Iterator[Finding]:
-    """What Neuron's kernels and collectives ask for. Field reports and pre-release sources: causes for care, not promises."""
+    """What Neuron's kernels and collectives ask for.
+
+    Field reports and pre-release sources: causes for care, not promises.
+    """
     if training.attention == "flash":
         yield from _flash_attention(plan, shape)
     else:
@@ -453,8 +484,9 @@ def _flash_attention(plan: ParallelPlan, shape: ModelShape) -> Iterator[Finding]
     if queries % 512 or plan.seq_len % 512:
         yield _warning(
             "flash_length",
-            f"the fused attention kernel takes lengths that are multiples of 512 (128 when compiled), here {queries} queries and "
-            f"{plan.seq_len} keys; others run a much slower path. Nearest seq_len: {_near_multiples(plan.seq_len, 512 * plan.cp)}",
+            f"the fused attention kernel takes lengths that are multiples of 512 (128 when compiled), here {queries} "
+            f"queries and {plan.seq_len} keys; others run a much slower path. Nearest seq_len: "
+            f"{_near_multiples(plan.seq_len, 512 * plan.cp)}",
         )
     if shape.head_dim > 128:
         yield _warning(
@@ -473,8 +505,8 @@ def _dense_mask(plan: ParallelPlan, shape: ModelShape, training: Training) -> Fi
     )
     return _warning(
         "dense_mask",
-        f"attention {training.attention!r} keeps {size / (1 << 20):,.0f} MiB {what}, and Neuron's fused kernel takes no mask: "
-        "document_mask='causal' runs on it",
+        f"attention {training.attention!r} keeps {size / (1 << 20):,.0f} MiB {what}, and Neuron's fused kernel takes "
+        "no mask: document_mask='causal' runs on it",
     )
 
 
@@ -484,8 +516,8 @@ def _grouped_rows(plan: ParallelPlan, shape: ModelShape) -> Iterator[Finding]:
     if rows % 128:
         yield _warning(
             "grouped_rows",
-            f"{rows} routed rows a core (micro_batch * seq_len / cp / tp * {shape.num_experts_per_tok}) are no multiple of the "
-            f"128 that grouped products take; nearest: {_near_multiples(rows, 128)}",
+            f"{rows} routed rows a core (micro_batch * seq_len / cp / tp * {shape.num_experts_per_tok}) are no "
+            f"multiple of the 128 that grouped products take; nearest: {_near_multiples(rows, 128)}",
         )
 
 
@@ -496,8 +528,8 @@ def _large_gather(plan: ParallelPlan, shape: ModelShape, training: Training) -> 
     if max(plan.fsdp, plan.efsdp) > 1 and gathered > 4e9:
         yield _warning(
             "large_gather",
-            f"one all-gather makes a tensor of {gathered / 1e9:.1f} GB; tensors of 4 to 5 GB failed in collectives. Raise "
-            f"{'ep' if shape.num_experts else 'tp'}",
+            f"one all-gather makes a tensor of {gathered / 1e9:.1f} GB; tensors of 4 to 5 GB failed in collectives. "
+            f"Raise {'ep' if shape.num_experts else 'tp'}",
         )
 
 
@@ -518,7 +550,7 @@ def _exchange(plan: ParallelPlan) -> Iterator[Finding]:
 
 
 def _groups(plan: ParallelPlan, cluster: Cluster) -> Iterator[Finding]:
-    """Inside a node a group has to tile the torus of chips; over nodes it has to take each node alike."""
+    """A group inside a node has to tile the torus of chips; over nodes it has to take each node alike."""
     for axis, (size, stride) in plan.strides().items():
         if axis in ("pp", "ep"):
             continue
@@ -532,7 +564,8 @@ def _groups(plan: ParallelPlan, cluster: Cluster) -> Iterator[Finding]:
         elif span > cluster.per_node and span % cluster.per_node:
             yield Finding(
                 "replica_group",
-                f"{axis} groups of {size} cores (every {stride}) take {span} cores, no whole number of nodes of {cluster.per_node}",
+                f"{axis} groups of {size} cores (every {stride}) take {span} cores, no whole number of nodes of "
+                f"{cluster.per_node}",
                 origin="neuron",
             )
 
@@ -547,7 +580,8 @@ def _links(plan: ParallelPlan, cluster: Cluster) -> Iterator[Finding]:
             where = f"nodes of {node}" if span > node else f"chips of {chip}"
             yield Finding(
                 "crossing",
-                f"{axis} groups of {size} cores (every {stride}) cross {where} cores: {rate / 1e9:,.1f} GB/s over {link}",
+                f"{axis} groups of {size} cores (every {stride}) cross {where} cores: {rate / 1e9:,.1f} GB/s over "
+                f"{link}",
                 "warning",
                 "plan",
             )

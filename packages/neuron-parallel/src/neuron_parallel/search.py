@@ -69,6 +69,8 @@ class Cut:
 
 @dataclass(frozen=True)
 class Suggestions:
+    """What a search found: the choices, and why there are no more."""
+
     choices: tuple[Choice, ...]
     considered: int
     """Valid layouts that were looked at."""
@@ -83,10 +85,11 @@ def suggest(
     modes: tuple[str, ...] = MODES,
     efficiency: float = EFFICIENCY,
 ) -> Suggestions:
-    """All layouts of the whole cluster that work and fit, fastest first; of each the fastest micro-batch and checkpointing mode.
+    """All layouts of the whole cluster that work and fit, fastest first; of each the fastest micro-batch and
+    checkpointing mode.
 
-    `fixed` holds fields of ParallelPlan. Without a global batch every rank computes one micro-batch a step, with a pipeline two
-    micro-batches a stage. Raises ValueError for an unknown field.
+    `fixed` holds fields of ParallelPlan. Without a global batch every rank computes one micro-batch a step, with a
+    pipeline two micro-batches a stage. Raises ValueError for an unknown field.
     """
     with _without_collector():
         return _suggest(shape, cluster, dict(fixed or {}), training or Training(), modes, efficiency)
@@ -106,7 +109,8 @@ def _suggest(
     hows = [replace(training, checkpointing=mode) for mode in MODES if mode in modes]  # type: ignore[arg-type]
     room = cluster.hbm_bytes - device_allowance(cluster)
     layouts = list(_valid(shape, cluster, fixed, training))
-    # Candidates by estimated time: memory, which costs more to work out, is looked at in that order. More checkpointing is slower.
+    # Candidates by estimated time: memory, which costs more to work out, is looked at in that order. More checkpointing
+    # is slower.
     queue: list[tuple[float, int, int, int, ParallelPlan, StepTime]] = []
 
     def enqueue(number: int, plan: ParallelPlan, mode: int) -> None:
@@ -135,9 +139,11 @@ def _suggest(
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Formulas are some hundred thousand small objects, none of them in a cycle: looking for cycles takes as long as the search.
+    """Formulas are some hundred thousand small objects, none of them in a cycle: looking for cycles takes as long as
+    the search.
 
-    They end in the oldest generation, unlooked at (freeze and unfreeze move them there), unless somebody keeps frozen objects.
+    They end in the oldest generation, unlooked at (freeze and unfreeze move them there), unless somebody keeps frozen
+    objects.
     """
     on = gc.isenabled()
     gc.disable()
@@ -239,7 +245,9 @@ def _cut(
     plans = [plan for plan in plans if plan.micro_batch == smallest]
 
     def candidates(part: ModelShape) -> list[tuple[float, int]]:
-        """(lower bound, number) of each layout that has a layer, the embedding or the head for each stage; the least first."""
+        """(lower bound, number) of each layout that has a layer, the embedding or the head for each stage; the least
+        first.
+        """
         possible = ((number, plan) for number, plan in enumerate(plans) if plan.pp <= part.num_hidden_layers + 2)
         return sorted((least_bytes(plan, part, frugal), number) for number, plan in possible)
 

@@ -2,14 +2,14 @@
 
     step = (max(compute, memory, fsdp) + tp + cp + ep) * (1 + (pp - 1) / micro-batches) + replicas + optimizer
 
-    compute    3 forward passes' FLOPs (one forward, two backward) and those that checkpointing repeats / (peak * efficiency)
+    compute    3 forward passes' FLOPs (1 forward, 2 backward) and those that checkpointing repeats, by (peak*efficiency)
     memory     weights read 3 times and kept activations written and read / HBM bandwidth
     fsdp       two all-gathers and one reduce-scatter of every layer, hidden behind compute as far as it goes
     tp cp ep   all-gathers, reduce-scatters and all-to-alls that the next product waits for
     replicas   all-reduce of the sharded gradients       optimizer   7 passes over the sharded state
 
-A ring of n ranks moves (n-1)/n of the gathered bytes over its slowest link (`Cluster.group_bandwidth`). Latency is left out, so
-small messages look better than they are.
+A ring of n ranks moves (n-1)/n of the gathered bytes over its slowest link (`Cluster.group_bandwidth`). Latency is left
+out, so small messages look better than they are.
 """
 
 from dataclasses import dataclass
@@ -25,10 +25,15 @@ from neuron_parallel.plan import ParallelPlan, Training, stage_layers, stays_gat
 __all__ = ["EFFICIENCY", "StepTime", "step_time"]
 
 EFFICIENCY = 0.5
-"""Share of the data-sheet peak that matrix products are taken to reach. The best whole run that was published had 46 % MFU."""
+"""Share of the data-sheet peak that matrix products are taken to reach.
+
+The best whole run that was published had 46 % MFU.
+"""
 
 _RECOMPUTED = {"none": 0.0, "linears": 0.0, "selective": 0.5, "full": 1.0}
-"""Forward passes repeated: selective checkpointing repeats every second product, "linears" none (expert products aside)."""
+"""Forward passes repeated: selective checkpointing repeats every second product, "linears" none (expert products
+aside).
+"""
 
 
 @dataclass(frozen=True)
@@ -47,16 +52,18 @@ class StepTime:
     """Idle seconds of the pipeline."""
     tokens: int
     flops: float
-    """Of one core's peak per second, times cores: the MFU denominator."""
+    """Peak FLOPs per second of one core, times cores: the MFU denominator."""
     model_flops: float
 
     @property
     def seconds(self) -> float:
+        """Seconds of one optimizer step."""
         busy = max(self.compute, self.memory, self.fsdp) + self.tp + self.cp + self.ep
         return busy + self.bubble + self.replicas + self.optimizer
 
     @property
     def tokens_per_second(self) -> float:
+        """Tokens per second of all cores together."""
         return self.tokens / self.seconds
 
     @property
@@ -143,7 +150,9 @@ class _Work:
         self.model_flops = 3 * shape.flops_per_token(plan.seq_len) * plan.global_batch * plan.seq_len
         self.repeats = _RECOMPUTED[training.checkpointing]
         self.passes = 3 if self.repeats == 1 else 2
-        """Passes over the layers that exchange activations: forward, backward, and forward again with full checkpointing."""
+        """Passes over the layers that exchange activations: forward, backward, and forward again with full
+        checkpointing.
+        """
         self._strides = plan.strides()
 
     def ring(self, axis: str, size: float) -> float:

@@ -33,9 +33,11 @@ def grouped_mlp(
         x_RD: rows sorted by expert, float32 or bfloat16. Rows past the last expert's are ignored (they may hold
             anything) and are zero in y and in the gradient.
         counts_E: rows of each expert, int32 or int64; zeros are fine.
-        w1_EFD, w2_EDF, w3_EFD: gate, down and up projections in TorchTitan's layout, same dtype as x.
+        w1_EFD: gate projections in TorchTitan's layout, of the dtype of x.
+        w2_EDF: down projections.
+        w3_EFD: up projections.
         provider: whose kernels run, where kernels do: "own", or "nkilib" for AWS's. nki_moe.nkilib.check has their
-        limits.
+            limits.
 
     Returns:
         y_RD like x; rows that belong to no expert are zero.
@@ -73,7 +75,9 @@ def routed_mlp(
         x_TD: tokens, float32 or bfloat16.
         experts_TK: the expert of each of a token's K choices, int64 or int32, all different.
         scores_TK: routing scores of any float dtype, applied to the experts' outputs in float32.
-        w1_EFD, w2_EDF, w3_EFD: gate, down and up projections in TorchTitan's layout, same dtype as x.
+        w1_EFD: gate projections in TorchTitan's layout, of the dtype of x.
+        w2_EDF: down projections.
+        w3_EFD: up projections.
         provider: as for grouped_mlp; nkilib rounds scores and their gradients to x's dtype.
 
     Returns:
@@ -107,9 +111,11 @@ def rope(q_BLNH: Tensor, k_BLMH: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
     """q and k rotated, half-split as in Qwen3; differentiable in q and k.
 
     Args:
-        q_BLNH, k_BLMH: TorchTitan's layout, bfloat16 or float32.
-        cos, sin: (L, H), or (B, L, H) where documents in a batch have their own positions; float32, both halves
+        q_BLNH: queries in TorchTitan's layout, bfloat16 or float32.
+        k_BLMH: keys, of the same dtype.
+        cos: (L, H), or (B, L, H) where documents in a batch have their own positions; float32, both halves
             alike (the first is read). Pick rows of a cache by position: cos = cache_cos[positions].
+        sin: of the shape of `cos`.
 
     Returns:
         q and k of the shapes and dtypes that they had.

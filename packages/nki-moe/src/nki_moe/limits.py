@@ -28,7 +28,8 @@ class Split(NamedTuple):
 
 class SumSplit(NamedTuple):
     """Into how many parts a core's share of F is cut, so that SBUF holds its sums; and F of experts of one tile, which
-    need no sums; and D."""
+    need no sums; and D.
+    """
 
     f_splits: int
     f_splits_alone: int
@@ -125,8 +126,7 @@ def check(rows: int, experts: int, hidden: int, dim: int, *, dtype: object = "bf
                 return n
         raise ValueError(
             f"{where}, {kernel}, needs {tables + need(1)} bytes of SBUF per partition however it is split; there are "
-            f"{SBUF_BYTES}. "
-            "Shard D or F (tensor parallelism), or use LNC=2 or bfloat16"
+            f"{SBUF_BYTES}. Shard D or F (tensor parallelism), or use LNC=2 or bfloat16"
         )
 
     def split(kernel: str, need_f: Callable[[int, int], int], need_d: Callable[[int], int]) -> Split:

@@ -90,7 +90,8 @@ def _define() -> None:
 
 def self_check(device_type: str, kernels: Kernels = "own") -> None:
     """Compare a small forward and backward with torch's, whatever the caller's grad mode is; RuntimeError if they
-    differ."""
+    differ.
+    """
     with torch.inference_mode(False), torch.enable_grad():
         results = _rope_results(device_type) if kernels == "rope" else _expert_results(device_type, kernels)
     for name, (found, expected) in results.items():
@@ -100,11 +101,9 @@ def self_check(device_type: str, kernels: Kernels = "own") -> None:
             zeros = " (all zeros)" if not found.any() else ""
             raise RuntimeError(
                 f"nki-moe self-check: {kernels} kernels' {name} on a fixed small input differs from torch's by "
-                f"{error:.1e} relative{zeros}, "
-                f"at most 2e-2 expected. Found nki {_version('nki')}, torch-neuronx {_version('torch-neuronx')}, "
-                "neuronx-cc "
-                f"{_version('neuronx-cc')}; docs/kernels.md names versions that go together. NKI_MOE_BACKEND=torch "
-                "runs without kernels"
+                f"{error:.1e} relative{zeros}, at most 2e-2 expected. Found nki {_version('nki')}, torch-neuronx "
+                f"{_version('torch-neuronx')}, neuronx-cc {_version('neuronx-cc')}; docs/kernels.md names versions "
+                "that go together. NKI_MOE_BACKEND=torch runs without kernels"
             )
 
 

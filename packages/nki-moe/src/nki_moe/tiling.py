@@ -70,7 +70,8 @@ def lists(cores: int) -> tuple[range, range, int]:
 
 class Routing(NamedTuple):
     """The tables of one routing; all but `column_R` go to the kernels. Those of a fused edge are one zero without
-    it."""
+    it.
+    """
 
     # (lists, 1 + E, WIDTH) int32: in the first row the number of slots, and of BLOCKs that no expert owns; then slots
     plan: Tensor
@@ -89,7 +90,8 @@ class Routing(NamedTuple):
 
 def routing(counts_E: Tensor, rows: int, order_R: Tensor | None, scores_TK: Tensor | None, cores: int) -> Routing:
     """The tables for these counts over `rows` rows. With order_R (the (token, k) pair, flat, of each row) and
-    scores_TK, rows are read from tokens."""
+    scores_TK, rows are read from tokens.
+    """
     counts, device = counts_E.long(), counts_E.device
     end = counts.cumsum(0)
     start = end - counts

@@ -46,7 +46,8 @@ _NEEDS_TORCH = {
 def __getattr__(name: str) -> Any:
     if name == "token_loss":
         raise ImportError(
-            f"{__name__}.token_loss is target_loss now. It never shifted: pass next_token_targets(tokens), not the tokens."
+            f"{__name__}.token_loss is target_loss now. It never shifted: pass next_token_targets(tokens), not the "
+            "tokens."
         )
     if name not in _NEEDS_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

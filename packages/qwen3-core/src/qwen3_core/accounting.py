@@ -88,7 +88,7 @@ class ParameterCount:
 
     @property
     def non_embedding(self) -> int:
-        """Without embedding and head, as model cards state it."""
+        """Parameters without embedding and head, as model cards state them."""
         return self.total - self.embedding - self.head
 
 

@@ -19,8 +19,8 @@ def target_loss(logits_BTV: "Tensor", targets_BT: "Tensor", num_targets: "int | 
 
         loss = target_loss(model(tokens_BT), next_token_targets(tokens_BT))
 
-    Nothing is shifted here: `targets_BT[b, t]` is the token that `logits_BTV[b, t]` should predict, which is the next one.
-    Transformers' `labels` are the tokens themselves, and are shifted by its model.
+    Nothing is shifted here: `targets_BT[b, t]` is the token that `logits_BTV[b, t]` should predict, which is the next
+    one. Transformers' `labels` are the tokens themselves, and are shifted by its model.
 
     Args:
         logits_BTV: as the model gives them, any float dtype; the loss is worked out in float32.

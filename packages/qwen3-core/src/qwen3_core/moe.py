@@ -85,7 +85,9 @@ def grouped_experts(x_RD: Tensor, ends_E: Tensor, gate_EFD: Tensor, up_EFD: Tens
     Args:
         x_RD: rows, sorted by expert.
         ends_E: where each expert's rows end, int32.
-        gate_EFD, up_EFD, down_EDF: the experts' weights, in the dtype of x.
+        gate_EFD: the experts' gate projections, in the dtype of x.
+        up_EFD: their up projections.
+        down_EDF: their down projections.
 
     Returns:
         y_RD like x.

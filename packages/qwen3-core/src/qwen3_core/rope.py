@@ -48,7 +48,8 @@ def rotate(x_BHTK: Tensor, cos_BTK: Tensor, sin_BTK: Tensor) -> Tensor:
 
     Args:
         x_BHTK: queries or keys.
-        cos_BTK, sin_BTK: as RotaryEmbedding gives them, in the dtype of x.
+        cos_BTK: cosines as RotaryEmbedding gives them, in the dtype of x.
+        sin_BTK: sines, likewise.
 
     Returns:
         A tensor like x.

@@ -47,8 +47,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="apps/train",
         usage="apps/train [RECIPE] [--nproc N] [--device D] [--resume] [--section.option value ...]",
-        description="Train a Qwen3 with TorchTitan. RECIPE is a name from --list, module:function, or path/to/file.py:function; "
-        f"without one, {DEFAULT_RECIPE!r}.",
+        description="Train a Qwen3 with TorchTitan. RECIPE is a name from --list, module:function, or "
+        f"path/to/file.py:function; without one, {DEFAULT_RECIPE!r}.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -68,7 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model",
         metavar="M",
-        help="instead of the recipe's: a folder (its weights are where training starts), a Hub id in the local cache, or a name",
+        help="instead of the recipe's: a folder (its weights are where training starts), a Hub id in the local cache, "
+        "or a name",
     )
     parser.add_argument(
         "--route", metavar="R", help="instead of the recipe's: native, transformers, or kernels (see docs/routes.md)"

@@ -12,7 +12,8 @@ __all__ = ["replacing"]
 def replacing(target: Path) -> Iterator[Path]:
     """Give a path beside `target` to write a file or a folder at, and rename that to `target` when the block ends.
 
-    When the block raises, what it wrote is removed and `target` is as it was. A folder replaces no folder that has content.
+    When the block raises, what it wrote is removed and `target` is as it was. A folder replaces no folder that has
+    content.
     """
     temporary = target.with_name(f".{target.name}.tmp")
     _remove(temporary)  # left by a process that was killed

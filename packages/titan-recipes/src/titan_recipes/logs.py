@@ -1,7 +1,7 @@
 """Where a run's words go: the console gets what a person reads, a file per rank gets everything.
 
-TorchTitan logs to the root logger, hundreds of lines a run. One rank, the one that has the loss, prints our lines (`say`) and others' warnings; each rank
-writes all of it to <run>/logs/rank-N.log.
+TorchTitan logs to the root logger, hundreds of lines a run. One rank, the one that has the loss, prints our lines
+(`say`) and others' warnings; each rank writes all of it to <run>/logs/rank-N.log.
 """
 
 import logging

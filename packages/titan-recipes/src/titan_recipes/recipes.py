@@ -45,6 +45,7 @@ class Recipe:
 
     @property
     def is_file(self) -> bool:
+        """Whether the recipe comes from a file and not from a module."""
         return self.source.endswith(".py")
 
 

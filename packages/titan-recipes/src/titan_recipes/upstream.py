@@ -156,13 +156,18 @@ def lost() -> list[str]:
 
 
 def _member(owner: Any, name: str) -> Any:
-    """`owner.name`, or the field of that name when `owner` is a dataclass. Raises AttributeError when it has neither."""
+    """`owner.name`, or the field of that name when `owner` is a dataclass.
+
+    Raises AttributeError when it has neither.
+    """
     fields = getattr(owner, "__dataclass_fields__", {})
     return fields[name] if name in fields else getattr(owner, name)
 
 
 def graph_task_id() -> int:
-    """Return the number of autograd's running backward pass, -1 outside one: how recomputation is told from a first pass."""
+    """Return the number of autograd's running backward pass, -1 outside one: how recomputation is told from a first
+    pass.
+    """
     import torch
 
     return torch._C._current_graph_task_id()

@@ -170,8 +170,7 @@ for _path in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
 
 
 class _Pickler(pickle._Pickler):
-    """Writes our records under torch's names. (The pickler in C would import torch's module to verify
-    them.)"""
+    """Writes our records under torch's names. The pickler in C would import torch's module to verify them."""
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
         name = _TORCH_NAMES.get(obj) if isinstance(obj, type) else None

@@ -197,7 +197,8 @@ class Staging:
 
     def _notes(self) -> dict[str, dict[str, Any]]:
         """What is noted in `unfinished/`; a note that was being written when the power went does not
-        count."""
+        count.
+        """
         notes = {}
         for path in self._journal.glob("*.json"):
             with suppress(ValueError):

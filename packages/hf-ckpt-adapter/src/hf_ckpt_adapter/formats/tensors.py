@@ -115,7 +115,7 @@ class TensorSource(Protocol):
 
 
 def buffer(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[memoryview, torch.Tensor]:
-    """New zeroed memory, as bytes and as a tensor of `shape`. (`Tensor.numpy` would need numpy.)"""
+    """New zeroed memory, as bytes and as a tensor of `shape`. `Tensor.numpy` would need numpy."""
     data = bytearray(math.prod(shape) * dtype.itemsize)
     tensor = torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
     return memoryview(data), tensor

@@ -4,9 +4,10 @@
     report.peak.bytes, report.peak.where
     print(report.peak.table())                  # every tensor group with its formula
 
-`peak.py` answers the questions of others. What it needs, from top to bottom: `timeline.py` lists the moments of a step, `stage.py`
-what a pipeline stage consists of, `lifetimes.py` which tensors live when, `layers.py` and `experts.py` which operations a layer has,
-`autograd.py` what they keep, `fsdp_units.py` and `fsdp_buffers.py` what FSDP2 gathers and reduces.
+`peak.py` answers the questions of others. What it needs, from top to bottom: `timeline.py` lists the moments of a step,
+`stage.py` what a pipeline stage consists of, `lifetimes.py` which tensors live when, `layers.py` and `experts.py` which
+operations a layer has, `autograd.py` what they keep, `fsdp_units.py` and `fsdp_buffers.py` what FSDP2 gathers and
+reduces.
 """
 
 import sys

@@ -1,4 +1,6 @@
-"""What a decoder layer, and final norm, head and loss, keep and need: results of their tapes, which depend on no data-parallel degree."""
+"""What a decoder layer, and final norm, head and loss, keep and need: results of their tapes, which depend on no
+data-parallel degree.
+"""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -27,7 +29,7 @@ class Layer:
     """A decoder layer."""
 
     kept: Group
-    """Between forward and backward."""
+    """What is kept between forward and backward."""
     keeps_input: bool
     """"x" is in it."""
     forward: Group
@@ -136,7 +138,7 @@ class Embedded:
 
     kept: tuple[Entry, ...]
     backward: Group
-    """Without its own gradient, which is FSDP's."""
+    """What backward needs at once, without the layer's own gradient, which is FSDP's."""
 
 
 @lru_cache(maxsize=4096)
@@ -153,7 +155,7 @@ class Loss:
     """What final norm, head and loss keep and need: results of their tapes."""
 
     kept: Group
-    """By the final norm and for the head, beside the logits."""
+    """What the final norm keeps, and what is kept for the head, beside the logits."""
     moments: tuple[tuple[str, Group], ...]
     after_forward: Group
     """What the model's own forward pass keeps: a chunked loss has not begun then."""
@@ -199,8 +201,9 @@ def _kept_group(sizes: Sizes, parts: Callable[[], Mapping[str, str]]) -> Group:
 
 
 def _named(live: Sizes, parts: dict[str, str], kept: Iterable[str], size: float | None = None) -> Group:
-    """A tape's moment (of `size` bytes, if they are known): what is kept under its own part, parameter gradients as buffers, logits'
-    sizes as such, the rest as working memory."""
+    """A tape's moment (of `size` bytes, if they are known): what is kept under its own part, parameter gradients as
+    buffers, logits' sizes as such, the rest as working memory.
+    """
 
     def entries() -> list[Entry]:
         own = set(kept)

@@ -1,9 +1,9 @@
 """Which tensors live when, while a chain of operations runs forward and backward: the rules of eager autograd.
 
-An operation allocates its outputs, and keeps for its backward pass what its derivative needs. A tensor is freed after its last reader
-unless one keeps it. Backward, an operation's input gradients come into being while its output gradients and kept tensors still live;
-then those are freed, kept tensors by the last operation (in backward order) that kept them. A gradient from a second reader is added
-to the first one's: for a moment there are both.
+An operation allocates its outputs, and keeps for its backward pass what its derivative needs. A tensor is freed after
+its last reader unless one keeps it. Backward, an operation's input gradients come into being while its output gradients
+and kept tensors still live; then those are freed, kept tensors by the last operation (in backward order) that kept
+them. A gradient from a second reader is added to the first one's: for a moment there are both.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,8 +1,9 @@
 """How far a step has come: which units of FSDP have had their turn in which phase.
 
-A stage's units stand in a chain: the embedding, the layers of each kind, the head. The forward pass takes them in this order, the
-backward pass in the opposite one, and a pipeline's final reductions in the first order again. A lifetime (lifetimes.py) begins and
-ends with an event: a unit reaches a phase. As many tensors of a row live as units have reached its birth but not its death.
+A stage's units stand in a chain: the embedding, the layers of each kind, the head. The forward pass takes them in this
+order, the backward pass in the opposite one, and a pipeline's final reductions in the first order again. A lifetime
+(lifetimes.py) begins and ends with an event: a unit reaches a phase. As many tensors of a row live as units have
+reached its birth but not its death.
 """
 
 from enum import IntEnum

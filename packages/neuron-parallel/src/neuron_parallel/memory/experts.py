@@ -16,7 +16,7 @@ __all__ = ["experts"]
 
 
 def experts(s: Symbols, training: Training, x: str) -> list[Op]:
-    """From the router's input `x` to "moe out"."""
+    """Return the operations from the router's input `x` to "moe out"."""
     if training.dispatcher == "all-to-all":
         before, after = _sorted(s, x)
     elif s.ep == 1:
@@ -40,8 +40,9 @@ def _router(s: Symbols, x: str) -> list[Op]:
 
 
 def _products(s: Symbols) -> list[Op]:
-    """From "rows" to "expert out". Experts of another dtype than their rows (TorchTitan's are BF16) cast both: w1's and w3's casts
-    are two tensors each, w2's one."""
+    """Return the operations from "rows" to "expert out". Experts of another dtype than their rows (TorchTitan's are
+    BF16) cast both: w1's and w3's casts are two tensors each, w2's one.
+    """
     rows, wide = s.R * s.D, s.R * s.M * s.c
     matrix = s.E / s.ep * s.M * s.D
     casts = s.a.value != s.c.value
@@ -84,7 +85,9 @@ def _at_once(rows: Quantity) -> Quantity:
 
 
 def _combine(s: Symbols, source: str, weights: str, out: str, tokens: Quantity, rows: Quantity) -> Op:
-    """A token's rows, times their weights in float32, summed; backward a product for the weights' gradient and one for the rows'."""
+    """A token's rows, times their weights in float32, summed; backward a product for the weights' gradient and one for
+    the rows'.
+    """
     half = s.a.value == 2
     choices = _at_once(tokens * s.k)
     return Op(

@@ -12,7 +12,10 @@ _BARS = 12
 
 
 def draw_memory(report: Memory, path: Path, limit: float, title: str, allowance: float = 0.0) -> None:
-    """Write a PNG of the largest moments, in order of time. `limit`: bytes of a core; `allowance`: of them not for tensors."""
+    """Write a PNG of the largest moments, in order of time.
+
+    `limit`: bytes of a core; `allowance`: of them not for tensors.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

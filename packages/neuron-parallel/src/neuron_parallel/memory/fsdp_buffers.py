@@ -1,7 +1,7 @@
 """What FSDP2 holds of a unit beside its sharded parameters: gathered parameters, flat buffers, gradients on their way.
 
-In forward, a unit's flat all-gather output lives on until the next unit is gathered, beside the copy it computes with. Where a group
-has one rank there is no flat buffer, but a cast of each parameter in turn.
+In forward, a unit's flat all-gather output lives on until the next unit is gathered, beside the copy it computes with.
+Where a group has one rank there is no flat buffer, but a cast of each parameter in turn.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,18 +23,22 @@ class Buffers:
 
     @cached_property
     def parameters(self) -> Group:
+        """Sharded parameters."""
         return Group.of(Entry("parameters", self.unit.name, self.unit.held(self.p)))
 
     @cached_property
     def moments(self) -> Group:
+        """AdamW's two moments."""
         return Group((2, Entry("moments", self.unit.name, self.unit.held(self.p))))
 
     @cached_property
     def roots(self) -> Group:
+        """Roots of the second moments, which an optimizer step makes."""
         return Group.of(Entry("working", f"roots of {self.unit.name}'s second moments", self.unit.held(self.p)))
 
     @cached_property
     def gathered(self) -> Group:
+        """Gathered parameters."""
         return Group.of(*self._full(self.unit.parts))
 
     @cached_property
@@ -44,13 +48,14 @@ class Buffers:
 
     @cached_property
     def last_flat(self) -> Group:
-        """Of the unit's last gather, which lives until the next unit's."""
+        """The all-gather output of the unit's last gather, which lives until the next unit's."""
         return Group.of(self._flat(self.unit.parts[-1]))
 
     @cached_property
     def copied(self) -> Group:
-        """While its last part is gathered: experts that are divided by another dimension than the first, once more; without a group,
-        the cast of a parameter, of which there is one at a time."""
+        """While its last part is gathered: experts that are divided by another dimension than the first, once more;
+        without a group, the cast of a parameter, of which there is one at a time.
+        """
         return Group.of(*self._copied(self.unit.parts[-1]))
 
     @cached_property
@@ -66,19 +71,21 @@ class Buffers:
 
     @cached_property
     def ahead(self) -> Group:
-        """When its gather has only begun: flat buffers, and the cast of this core's share of the part begun last (each part's cast
-        goes when its own all-gather has begun)."""
+        """When its gather has only begun: flat buffers, and the cast of this core's share of the part begun last (each
+        part's cast goes when its own all-gather has begun).
+        """
         last = [part for part in self.unit.parts if part.ranks > 1 and self.a.value != self.p.value][-1:]
         casts = (Entry("gathered parameters", f"cast of {part.name}", part.reduced(self.a)) for part in last)
         return Group((1, self.flat), *((1, entry) for entry in casts))
 
     @cached_property
     def unreduced(self) -> Group:
+        """Gradients before their reduction."""
         return Group.of(*(self._gradients(part, self.a) for part in self.unit.parts))
 
     @cached_property
     def summed(self) -> Group:
-        """Over the micro-batches of a pipeline."""
+        """Gradients summed over the micro-batches of a pipeline."""
         name = "unreduced gradients of"
         return Group.of(
             *(Entry("gradient buffers", f"{name} {part.name}", part.full(self.r)) for part in self.unit.parts)
@@ -86,16 +93,17 @@ class Buffers:
 
     @cached_property
     def inputs(self) -> Group:
-        """Of reduce-scatters in flight."""
+        """Inputs of the reduce-scatters in flight."""
         return Group.of(*(self._input(part) for part in self.unit.parts))
 
     @cached_property
     def outputs(self) -> Group:
-        """Of reductions, where they are other tensors than the gradients."""
+        """Reduce-scatter results, when they are not the gradient tensors themselves."""
         return Group.of(*(self._output(part) for part in self.unit.parts))
 
     @cached_property
     def reduced(self) -> Group:
+        """Gradients after their reduction: this core's share."""
         return Group.of(*(Entry("gradients", part.name, part.reduced(self.p)) for part in self.unit.parts))
 
     def _reduction(self, each: Quantity, in_order: bool, new: bool, held: bool) -> list[tuple[str, Group]]:
@@ -149,8 +157,8 @@ def buffers(unit: Unit, a: int, r: int, p: int) -> Buffers:
 def reduction(of: Buffers, summed: bool = False, new: bool = True, held: bool = False) -> list[tuple[str, Group]]:
     """FSDP's post-backward, part by part: gradients copied into the reduce-scatter's input, then its output.
 
-    Experts come first, and their input is in flight until both parts are reduced. `summed`: gradients were added up in the reduced
-    dtype before; then a pipeline reduces parts in order, and waits for the one before. `new`: not added to those of an earlier
-    micro-batch. `held`: outputs outlive their reduction.
+    Experts come first, and their input is in flight until both parts are reduced. `summed`: gradients were added up in
+    the reduced dtype before; then a pipeline reduces parts in order, and waits for the one before. `new`: not added to
+    those of an earlier micro-batch. `held`: outputs outlive their reduction.
     """
     return of._reduction(of.r if summed else of.a, summed, new, held)

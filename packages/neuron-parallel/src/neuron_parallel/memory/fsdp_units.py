@@ -1,8 +1,8 @@
 """FSDP's units: the parameters that are gathered, freed and reduced together, and their buffers' sizes.
 
-TorchTitan makes a unit of the embedding, of each layer, and of final norm with head. With expert parallel a layer's experts are a
-part of their own, gathered over other ranks. With tied weights embedding, norm and head are one unit, in which FSDP2 gathers and
-reduces the shared table twice, once for each of its names.
+TorchTitan makes a unit of the embedding, of each layer, and of final norm with head. With expert parallel a layer's
+experts are a part of their own, gathered over other ranks. With tied weights embedding, norm and head are one unit, in
+which FSDP2 gathers and reduces the shared table twice, once for each of its names.
 """
 
 from dataclasses import dataclass
@@ -24,18 +24,21 @@ class Part:
     name: str
     ranks: int
     held: int
-    """On this core."""
+    """Elements that this core holds."""
     gathered: int
     last: int
-    """Of the last parameter, gathered."""
+    """Elements of the last parameter, gathered."""
     cast: int
-    """Beyond what is gathered, where parameters are cast and copied one by one: before those that come after the largest."""
+    """Elements held beyond what is gathered, when parameters are cast and copied one by one: those before the ones that
+    come after the largest.
+    """
     split: int
-    """Of the parameters that are divided by another dimension than the first, gathered: they are copied once more."""
+    """Gathered elements of the parameters that another dimension than the first divides. They are copied once more."""
     letter: str = "p"
     """q where a core's share of a reduction is not what it holds of the unit."""
 
     def full(self, bytes_each: Quantity) -> Quantity:
+        """Bytes of the gathered parameters."""
         return Quantity(self.gathered, f"P({self.name})") * bytes_each
 
     def reduced(self, bytes_each: Quantity) -> Quantity:
@@ -47,18 +50,24 @@ class Part:
         return self.full(bytes_each) if self.ranks > 1 else ZERO
 
     def lasts(self, bytes_each: Quantity) -> Quantity:
+        """Bytes of the last parameter, gathered."""
         return Quantity(self.last, f"P(last of {self.name})") * bytes_each
 
     def casts(self, bytes_each: Quantity) -> Quantity:
+        """Bytes that casting one by one holds beyond what is gathered."""
         return Quantity(self.cast, f"P(cast of {self.name})") * bytes_each
 
     def splits(self, bytes_each: Quantity) -> Quantity:
+        """Bytes of the parameters that are copied once more after gathering."""
         return Quantity(self.split, f"P(split of {self.name})") * bytes_each if self.ranks > 1 and self.split else ZERO
 
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A unit of FSDP: the dense parameters, and with expert parallel the experts. One object for equal ones (`fsdp_unit`)."""
+    """A unit of FSDP: the dense parameters, and with expert parallel the experts.
+
+    One object for equal ones (`fsdp_unit`).
+    """
 
     name: str
     parts: tuple[Part, ...]
@@ -66,10 +75,12 @@ class Unit:
     """Elements of its parameters on this core; less than what is reduced where a table has two names."""
 
     def held(self, bytes_each: Quantity) -> Quantity:
+        """Bytes of this core's shards."""
         return Quantity(self.owned, f"p({self.name})") * bytes_each
 
     @property
     def gathered(self) -> int:
+        """Elements of all parts, gathered."""
         return sum(part.gathered for part in self.parts)
 
 

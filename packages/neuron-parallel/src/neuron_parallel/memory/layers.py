@@ -1,4 +1,5 @@
-"""The operations of a Qwen3 as TorchTitan 0.3.0 runs it eagerly, with the bytes of every tensor of one core: input to `tape`.
+"""The operations of a Qwen3 as TorchTitan 0.3.0 runs it eagerly, with the bytes of every tensor of one core: input to
+`tape`.
 
 Letters are those of symbols.py.
 """
@@ -168,7 +169,9 @@ def embedding(s: Symbols) -> list[Op]:
 
 
 def before_head(s: Symbols, training: Training) -> list[Op]:
-    """Final norm, from the last layer's "y" to the head's input; for a chunked loss also the chunks and their gradients."""
+    """Final norm, from the last layer's "y" to the head's input; for a chunked loss also the chunks and their
+    gradients.
+    """
     D, a = s.D, s.a
     ops = [_norm("final norm", "y", "norm(y)", s.t, D, s), *_gather("norm(y)", "gathered y", s)]
     x = "gathered y" if s.split else "norm(y)"

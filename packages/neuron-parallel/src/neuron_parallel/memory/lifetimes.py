@@ -1,9 +1,11 @@
-"""Which tensors live when: a row for each kind of tensor, from the event at which it is born to the event at which it dies.
+"""Which tensors live when: a row for each kind of tensor, from the event at which it is born to the event at which it
+dies.
 
-A moment of the step is the sum of the rows that are alive in it (`Lifetimes.alive`) and of what lives in that moment alone
-(timeline.py). `source` names the code that decides the row, in torch 2.14 and TorchTitan 0.3.0: FSDP2's FSDPParamGroup and its
-communication context (torch.distributed.fsdp), the pipeline's stage (torch.distributed.pipelining), TorchTitan's
-apply_fsdp_to_decoder and ChunkedLossWrapper. Rows without a source are those that every training step has.
+A moment of the step is the sum of the rows that are alive in it (`Lifetimes.alive`) and of what lives in that moment
+alone (timeline.py). `source` names the code that decides the row, in torch 2.14 and TorchTitan 0.3.0: FSDP2's
+FSDPParamGroup and its communication context (torch.distributed.fsdp), the pipeline's stage
+(torch.distributed.pipelining), TorchTitan's apply_fsdp_to_decoder and ChunkedLossWrapper. Rows without a source are
+those that every training step has.
 """
 
 from collections.abc import Iterator
@@ -41,7 +43,7 @@ class Case(NamedTuple):
     resharded: bool
     """The head is resharded between its forward pass and its backward pass."""
     held: bool
-    """With replicas, reduced gradients are held until the backward pass ends."""
+    """Reduced gradients, with replicas, are held until the backward pass ends."""
     held_sums: bool
     """The same for a pipeline's sums."""
 
@@ -157,7 +159,8 @@ def _gathered(case: Case, unit: str) -> Iterator[Lifetime]:
 
 
 def _flat(case: Case, unit: str) -> Lifetime:
-    """The flat output of a unit's last all-gather in forward: the context refers to it until the next unit waits for its own.
+    """The flat output of a unit's last all-gather in forward: the context refers to it until the next unit waits for
+    its own.
 
     Begun ahead, the gather of a layer's last part finds the flat buffer of the layer before gone.
     """
@@ -184,8 +187,8 @@ def _head(case: Case) -> Iterator[Lifetime]:
         waits = Event(Phase.BACKWARD, EMBEDDING)
         source = "FSDPParamGroup.post_backward runs when both gradients of the table are there"
         yield Lifetime("gradient of the head", "table_gradient", BACKWARD, waits, HEAD, source)
-    # Tied and unchunked, the head is reduced with the embedding. After a chunked loss of an untied head, the final norm's reduction
-    # alone is in flight, which is left out.
+    # Tied and unchunked, the head is reduced with the embedding. After a chunked loss of an untied head, the final
+    # norm's reduction alone is in flight, which is left out.
     if case.tied == case.chunked:
         yield from _reduction(case, HEAD, "reduced_first")
 

@@ -4,9 +4,9 @@
     report.peak.bytes, report.peak.where
     print(report.peak.table())                  # every tensor group with its formula
 
-The model is TorchTitan 0.3.0 with FSDP2 run eagerly: which tensors autograd keeps, which buffers FSDP2 holds, when each is freed. It
-is compared with real runs on CPU (tests/integration/test_memory_model.py). What a compiler does on the device is unseen: graphs
-usually need less, and their scratch is the one allowance here (`device_allowance`).
+The model is TorchTitan 0.3.0 with FSDP2 run eagerly: which tensors autograd keeps, which buffers FSDP2 holds, when each
+is freed. It is compared with real runs on CPU (tests/integration/test_memory_model.py). What a compiler does on the
+device is unseen: graphs usually need less, and their scratch is the one allowance here (`device_allowance`).
 """
 
 import math
@@ -37,8 +37,8 @@ def device_allowance(cluster: Cluster) -> float:
 def core_memory(
     plan: ParallelPlan, shape: ModelShape, training: Training | None = None, stage: int | None = None
 ) -> Memory:
-    """The memory of one core under a resolved plan (dp_shard and global_batch filled in), of a pipeline's `stage` (None: of the one
-    that needs most).
+    """The memory of one core under a resolved plan (dp_shard and global_batch filled in), of a pipeline's `stage`
+    (None: of the one that needs most).
 
     Sizes that do not divide evenly count as on the rank that holds most. Raises ValueError for an unresolved plan.
     """
@@ -62,8 +62,9 @@ def peak_bytes(plan: ParallelPlan, shape: ModelShape, training: Training, limit:
 
 
 def _stages(plan: ParallelPlan) -> Iterable[int]:
-    """Stages of which one needs most. Those between the second and the last but one have fewer micro-batches in flight than the
-    second, and as many layers."""
+    """Stages of which one needs most. Those between the second and the last but one have fewer micro-batches in flight
+    than the second, and as many layers.
+    """
     return range(plan.pp) if plan.pp < 4 else (0, 1, plan.pp - 2, plan.pp - 1)
 
 
@@ -84,8 +85,9 @@ def least_bytes(plan: ParallelPlan, shape: ModelShape, training: Training) -> fl
 
 
 def _least(plan: ParallelPlan, shape: ModelShape, training: Training, moe: bool) -> tuple[float, float, float, float]:
-    """Bytes that a layer holds through the backward pass; that it keeps of a micro-batch until its own; of the gradients that a
-    micro-batch leaves; that it needs beside while it goes backward."""
+    """Bytes that a layer holds through the backward pass; that it keeps of a micro-batch until its own; of the
+    gradients that a micro-batch leaves; that it needs beside while it goes backward.
+    """
     unit, kept = fsdp_unit(shape, plan, "layer", moe), activations.kept(plan, shape, training, moe).bytes
     whole = activations.kept(plan, shape, training.without_mode, moe).bytes
     held, gathered = unit.owned * training.param_bytes, unit.gathered * training.compute_bytes

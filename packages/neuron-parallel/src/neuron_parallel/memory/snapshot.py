@@ -1,4 +1,6 @@
-"""What a memory report consists of: tensor groups with their formulas, the moments at which they live, and the table of one."""
+"""What a memory report consists of: tensor groups with their formulas, the moments at which they live, and the table of
+one.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -34,6 +36,7 @@ class Entry(NamedTuple):
 
     @property
     def bytes(self) -> float:
+        """Bytes of it, all together."""
         return self.size.value
 
 
@@ -53,13 +56,17 @@ class Group:
 
     @classmethod
     def later(cls, size: float, entries: Callable[[], Iterable[Entry]]) -> "Group":
-        """Of so many bytes; its entries are made when asked for: a search looks at thousands of sums and few tables."""
+        """Make a group of so many bytes.
+
+        Its entries are made when asked for, because a search looks at thousands of sums and few tables.
+        """
         group = cls()
         group.bytes, group._terms = size, entries
         return group
 
     @property
     def terms(self) -> tuple["Term", ...]:
+        """The entries with how often each counts, made when asked for."""
         if callable(self._terms):
             self._terms = tuple((1, entry) for entry in self._terms())
         return self._terms
@@ -77,6 +84,7 @@ class Snapshot(NamedTuple):
 
     @property
     def bytes(self) -> float:
+        """Bytes of it, all together."""
         return sum(times * item.bytes for times, item in self.terms)
 
     @property

@@ -130,7 +130,9 @@ class Stage:
         return [*found, (HEAD, 1, self.head.unit)] if self.head else found
 
     def chain(self, *layers: LayerUnit) -> tuple[str, ...]:
-        """The names of the stage's units in the order of the forward pass, with the kinds of layers in the order given."""
+        """The names of the stage's units in the order of the forward pass, with the kinds of layers in the
+        order given.
+        """
         names = [layer.name for layer in layers or self.layers]
         return (*([EMBEDDING] if self.embedding else ()), *names, *([HEAD] if self.head else ()))
 
@@ -143,8 +145,8 @@ class Stage:
     def passes(self) -> list["MicroBatch"]:
         """The micro-batches of which one meets most in its backward pass.
 
-        Where as many are in flight as there are, the first one meets all of their activations and no gradients, the second one the
-        activations of one micro-batch less, and gradients.
+        Where as many are in flight as there are, the first one meets all of their activations and no gradients, the
+        second one the activations of one micro-batch less, and gradients.
         """
         if self.in_flight == 1 or self.later:
             return [self.first_pass]
@@ -152,7 +154,10 @@ class Stage:
 
     @cached_property
     def gathering(self) -> "MicroBatch":
-        """The micro-batch that gathers most. In a pipeline whose parameters stay gathered, the first one alone gathers."""
+        """The micro-batch that gathers most.
+
+        In a pipeline whose parameters stay gathered, the first one alone gathers.
+        """
         if not self.piped:
             return self.first_pass
         if self.stays:
@@ -160,14 +165,17 @@ class Stage:
         return MicroBatch(self, self.in_flight - 1, self.later, left=False)
 
     def held(self, later: bool) -> bool:
-        """Whether what was all-reduced over replicas is another tensor than the gradient: then FSDP2 holds it until the backward pass ends.
+        """Whether what was all-reduced over replicas is another tensor than the gradient: then FSDP2 holds it until the
+        backward pass ends.
 
         It is the gradient itself, unless that is a sum over micro-batches or has another dtype.
         """
         return self.plan.dp_replicate > 1 and (later or self.training.reduce_bytes != self.training.param_bytes)
 
     def inputs(self, others: int) -> Group:
-        """Inputs of the step and buffers for what neighbours send, with so many micro-batches in flight beside the one at work."""
+        """Inputs of the step and buffers for what neighbours send, with so many micro-batches in flight beside the one
+        at work.
+        """
         batches = self.plan.micro_batches if self.piped else 1
         idle = batches - 1 - others if self.number else 0
         return _inputs(self.s, batches, idle, self.last)
@@ -181,6 +189,7 @@ class Stage:
         return _kept_beside(self.s, embedded, receives, not self.last, mask)
 
     def mask(self) -> tuple[Entry, ...]:
+        """The document mask, when attention takes one."""
         return _mask(self.s) if self.training.attention == "masked" else ()
 
 
@@ -194,8 +203,9 @@ def _tables(s: Symbols, with_experts: int, without: int) -> Group:
 
 @lru_cache(maxsize=4096)
 def _inputs(s: Symbols, batches: int, idle: int, last: bool) -> Group:
-    """`idle`: micro-batches whose received activations have a buffer and are not in flight. The buffer keeps its gradient to the
-    step's end."""
+    """`idle`: micro-batches whose received activations have a buffer and are not in flight. The buffer keeps its
+    gradient to the step's end.
+    """
     x = s.t * s.D * s.a
     found = [Entry("working", "tokens, positions, labels", 3 * batches * s.T * 8)]
     if idle:
@@ -269,7 +279,9 @@ class MicroBatch:
 
 @lru_cache(maxsize=1024)
 def one_table(head: Unit) -> Unit:
-    """What is reduced at the end of a chunked loss: the head's table, without the final norm (and, tied, without the embedding)."""
+    """What is reduced at the end of a chunked loss: the head's table, without the final norm (and, tied, without the
+    embedding).
+    """
     part = head.parts[0]
     table = replace(part, name=f"table of {part.name}", held=-(-part.last // part.ranks), gathered=part.last)
     return replace(head, parts=(table,))

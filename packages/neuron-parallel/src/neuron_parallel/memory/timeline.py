@@ -1,8 +1,9 @@
 """The moments of a training step on one core of a pipeline stage, from the embedding's gather to the optimizer.
 
-A moment is an instant on the clock, at which lifetimes.py says what lives, and what lives at no other moment: the tensors of an
-operation, of a gather, of a reduction. Of alike layers two have moments, the first and the last. Each micro-batch is reduced on its
-own; a pipeline sums its gradients unsharded, and reduces unit by unit after its last micro-batch.
+A moment is an instant on the clock, at which lifetimes.py says what lives, and what lives at no other moment: the
+tensors of an operation, of a gather, of a reduction. Of alike layers two have moments, the first and the last. Each
+micro-batch is reduced on its own; a pipeline sums its gradients unsharded, and reduces unit by unit after its last
+micro-batch.
 """
 
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ class Moment(NamedTuple):
 
     @property
     def bytes(self) -> float:
+        """Bytes of it, all together."""
         total = self.micro_batch.bytes(self.now)
         for item in self.own:
             total += item.bytes
@@ -41,6 +43,7 @@ class Moment(NamedTuple):
 
     @property
     def snapshot(self) -> Snapshot:
+        """What lives at this moment, with its formulas."""
         return Snapshot(self.where, (*self.micro_batch.terms(self.now), *((1, item) for item in self.own)))
 
 
@@ -75,6 +78,7 @@ class Timeline:
         )
 
     def in_order(self) -> Iterator[Moment]:
+        """Yield the moments of a step in their order."""
         return chain(
             self._forward(), self._loss(), self._backward(), self._embedding(), self._sums(), self._optimizer()
         )
@@ -137,7 +141,8 @@ class Timeline:
 
         gathering = (unit.flat, unit.copied)
         if not stage.tied:
-            # The head's gather has one part: the flat buffer of the layer before lives through it, also if it was begun ahead.
+            # The head's gather has one part: the flat buffer of the layer before lives through it, also if it was begun
+            # ahead.
             before = [stage.layers[0].unit.last_flat] if stage.ahead and stage.layers else []
             yield Moment("gathering the head", at, now(Phase.GATHER), (self.residual.y, *before, *gathering))
         for where, group in head.loss.moments:
@@ -234,7 +239,9 @@ def _added_in_place(unit: Buffers, stage: Stage, at: MicroBatch) -> bool:
 
 @lru_cache(maxsize=1024)
 def _one_gradient_at_a_time(backward: Group) -> Group:
-    """A layer's backward pass where each parameter's gradient is added to an earlier micro-batch's at once: the largest lives alone."""
+    """A layer's backward pass where each parameter's gradient is added to an earlier micro-batch's at once: the largest
+    lives alone.
+    """
     entries = [entry for _, entry in backward.terms if isinstance(entry, Entry)]
     gradients = sorted((e for e in entries if e.part == "gradient buffers"), key=lambda entry: entry.bytes)
     return Group.of(*(e for e in entries if e not in gradients[:-1]))

@@ -35,7 +35,8 @@ def backward_data(
     whole: bool,
 ) -> Any:
     """dx like dy; (2P, C, F / P): the gradients of gate and up; (f_splits, C): each share's part of the scores'
-    gradients."""
+    gradients.
+    """
     (E, F, D), dtype = w1.shape, dy.dtype
     C = columns(rows, E)
     dkept = nl.ndarray((2 * P, C, F // P), dtype, buffer=nl.shared_hbm)

@@ -75,7 +75,8 @@ class Share:
 
     def products(self, at: Tile) -> Iterator[tuple[int, int, int, Any]]:
         """(gradient, its 128 rows, first column, PSUM tile) of all of a tile's products: dw1, dw3, dw2, and so are the
-        factors loaded, that the next tile's first can come in as early as possible."""
+        factors loaded, that the next tile's first can come in as early as possible.
+        """
         dy, x, kept, dkept, score_rows = self.inputs
         dg_sb, x_sb, du_sb, h_sb, dy_sb = self.buffers
         dg = Features(at, at.recall_transposed(dkept, 0, self.f0, dg_sb))
@@ -94,7 +95,8 @@ class Share:
 
     def store(self, at: Tile, out: Callable[[Any, int, int, int, Any], None]) -> None:
         """out(where to, gradient, 128 rows, column, PSUM tile) for each product; then to HBM, about a row of D at a
-        time."""
+        time.
+        """
         out_sb: Any = None
         for i, m, n, part_ps in self.products(at):
             rows, width = self.shapes[i]

@@ -62,7 +62,8 @@ def backward_data(
     run: Callable[..., Any] = simulated.run,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the rows or tokens and of the scores (empty unless fused), and those of gate and up for
-    `backward_weights`."""
+    `backward_weights`.
+    """
     from nki_moe.experts.kernel_backward_data import backward_data
 
     rows = dy.shape[0] if order_R is None else order_R.shape[0]

@@ -72,7 +72,8 @@ def _or_torch(todo: Any, rows: int) -> Any:
 
 def define(register: Callable[[str], Callable[..., Any]], work: Callable[[str, str], Any], *, look: bool) -> Ops:
     """The operators of one backend: register(name) decorates an annotated function; work(device type, provider) has the
-    functions that do the work; look: whether at counts, before anything runs."""
+    functions that do the work; look: whether at counts, before anything runs.
+    """
 
     @register("grouped_mlp")
     def forward(

@@ -84,7 +84,8 @@ def backward(
     weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """dx (like x), dscores_TK (empty unless fused), and, if `weights`, dw1_EFD, dw2_EDF, dw3_EFD: accumulated in
-    float32, rounded once."""
+    float32, rounded once.
+    """
     rows = Rows(dy, counts_E, order_R, scores_TK)
     dx = rows.output(dy)
     dscores = scores_TK.new_zeros(scores_TK.shape) if scores_TK is not None else dy.new_empty((0,))
@@ -123,7 +124,8 @@ def backward(
 
 class Rows:
     """Whose rows are where: contiguous ones of a sorted tensor, or, fused, those of the tokens that chose the
-    expert."""
+    expert.
+    """
 
     def __init__(self, x: Tensor, counts_E: Tensor, order_R: Tensor | None, scores_TK: Tensor | None) -> None:
         self.total = x.shape[0] if order_R is None else order_R.shape[0]

@@ -117,7 +117,8 @@ class Walk:
     def rows_transposed(self, ws: tuple[Any, ...], first: int, count: int, size: int) -> list[list[Any]]:
         """Rows first... of matrices (rows, width), in slices (P, width / P, size) of each: columns on partitions. DMA
         transposes them on the way, at nine tenths of its rate; where an expert has so FEW rows that the Tensor Engine
-        waits for DMA, that engine does."""
+        waits for DMA, that engine does.
+        """
         width, parts = ws[0].shape[2], []
         for row, n in pieces(first, count, size):
             parts += [(w, nl.ndarray((P, width // P, n), w.dtype, buffer=nl.sbuf), row) for w in ws]
@@ -184,7 +185,8 @@ class Tile:
 
     def table(self, table_sb: Any, kind: int, engine: Any) -> Any:
         """(P, blocks) of this tail tile's part of a table in SBUF. GpSimd steers the loads and must not wait for what
-        is stored."""
+        is stored.
+        """
         part_sb = nl.ndarray((P, BLOCKS), table_sb.dtype, buffer=nl.sbuf)
         pattern = [[table_sb.shape[1] * 2 * BLOCKS, P], [1, BLOCKS]]
         part = table_sb.ap(pattern, offset=kind * BLOCKS, scalar_offset=self.walk.expert, indirect_dim=1)
@@ -246,7 +248,8 @@ class Tile:
 
     def multiply(self, y: Any, d0: int, lefts: list[Any], slices: list[list[Any]]) -> None:
         """The sum of left^T right to columns d0... of y: lefts (P, K / P, n), in each slice a right (P, K / P, width)
-        for each left. Rows that only fill the tile are skipped."""
+        for each left. Rows that only fill the tile are skipped.
+        """
         D, dtype, width = y.shape[1], y.dtype, sum(rights[0].shape[2] for rights in slices)
         whole = (
             self.blocks - self.tail
@@ -319,7 +322,8 @@ class Tile:
 
     def weigh(self, value_sb: Any, score_rows: Any) -> None:
         """Multiply rows (p, blocks, width) by their scores (or 1, without), and by zero those that only fill the tile:
-        all in its last block."""
+        all in its last block.
+        """
         scored = score_rows is not None
         blocks: Any = range(self.blocks) if scored else (self.blocks - 1,) if self.tail else ()
         if not blocks:
@@ -351,7 +355,8 @@ def scatter(y: Any, d0: int, row_sb: Any, index_sb: Any) -> None:
 
 def combine(y: Any, rows: Any, inverse: Any, scores: Any) -> None:
     """y[t] = sum over k of scores[t, k] * rows[inverse[t, k]], in float32; without scores, the plain sum. Each core has
-    a share of D, of all rows: the other's must be there."""
+    a share of D, of all rows: the other's must be there.
+    """
     cores = nl.num_programs(0)
     if cores == 2:
         nisa.core_barrier(rows, (0, 1))

@@ -19,7 +19,7 @@ _backward = import_module(f"{_library}.experimental.moe.bwd.blockwise_mm_backwar
 def forward(
     hidden: Any, affinities: Any, gate_up: Any, down: Any, positions: Any, experts: Any, block_size: int, save: bool
 ) -> Any:
-    """out (T + 1, H), and with `save` gate_up_T (N, 2, I, B) and down (N, B, H) before affinities."""
+    """Return out (T + 1, H), and with `save` gate_up_T (N, 2, I, B) and down (N, B, H) before affinities."""
     return _forward(
         hidden_states=hidden,
         expert_affinities_masked=affinities,

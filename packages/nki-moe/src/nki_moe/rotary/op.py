@@ -1,6 +1,7 @@
 """RoPE as a differentiable torch operator, nki_moe::rope.
 
-Backward turns gradients back by the very cos and sin that forward used. nki_moe/api.py has the function that users call.
+Backward turns gradients back by the very cos and sin that forward used. nki_moe/api.py has the function that users
+call.
 
 B batch, L length, N query heads, M key heads, H head dim.
 """

@@ -1,8 +1,9 @@
 """First-step guard: every parameter and buffer was written before the first step, each element of a load exactly once.
 
-By bookkeeping, not by looking at losses: before initialisation and before each load the tensors are poisoned (NaN; integers
-their smallest value), afterwards none may still be; and while DCP loads, the boxes that it fills are counted. A RoPE table
-that nobody computed, or an expert that no file held, stops the run with its name, where a loss would have fallen all the same.
+By bookkeeping, not by looking at losses: before initialisation and before each load the tensors are poisoned (NaN;
+integers their smallest value), afterwards none may still be; and while DCP loads, the boxes that it fills are counted.
+A RoPE table that nobody computed, or an expert that no file held, stops the run with its name, where a loss would have
+fallen all the same.
 """
 
 import math
@@ -54,8 +55,8 @@ def check_written(tensors: Named, when: str) -> None:
     if unwritten:
         raise UserError(
             f"{len(unwritten)} parameters or buffers hold no value after {when}: {_shorten(unwritten)}.\n"
-            "They were not written, or a NaN was written. The run stops here, since the loss could fall all the same; check the "
-            "weights with `hf-ckpt verify`, and the model code's initialisation for the names above."
+            "They were not written, or a NaN was written. The run stops here, since the loss could fall all the same; "
+            "check the weights with `hf-ckpt verify`, and the model code's initialisation for the names above."
         )
 
 
@@ -85,6 +86,7 @@ class CountingPlanner(DefaultLoadPlanner):
         self.filled: dict[str, list[tuple[Any, tuple[int, ...], tuple[int, ...]]]] = {}
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Note which elements were written."""
         where = read_item.dest_index
         box = (where, tuple(read_item.dest_offsets), tuple(read_item.lengths))
         self.filled.setdefault(where.fqn, []).append(box)

@@ -93,8 +93,8 @@ class StepCheckpoints(CheckpointManager):
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
         """TorchTitan's load, strict: DCP fails on a missing key with its own words and passes extra keys unseen.
 
-        Every element is written exactly once, or the run stops with the names (guard.py). A Hugging Face folder is read as
-        if it had been saved from this model: no converted copy of it on any rank.
+        Every element is written exactly once, or the run stops with the names (guard.py). A Hugging Face folder is read
+        as if it had been saved from this model: no converted copy of it on any rank.
         """
         if from_quantized:
             raise UserError(
@@ -140,8 +140,9 @@ class StepCheckpoints(CheckpointManager):
         newest, oldest = int(bounds[0]), -int(bounds[1])
         if newest != oldest:
             raise UserError(
-                f"Ranks disagree on the checkpoint to resume from: rank {dist.get_rank()} finds step {latest} in {root}, the "
-                f"others between {oldest} and {newest} (-1: none).\nPut --dump_folder on a file system that all nodes share."
+                f"Ranks disagree on the checkpoint to resume from: rank {dist.get_rank()} finds step {latest} in "
+                f"{root}, the others between {oldest} and {newest} (-1: none).\nPut --dump_folder on a file system "
+                "that all nodes share."
             )
         return latest
 

@@ -1,8 +1,9 @@
-"""TorchTitan's StateDictAdapter for its native Qwen3 and for its Transformers backend: thin, over hf-ckpt-adapter's table.
+"""TorchTitan's StateDictAdapter for its native Qwen3 and for its Transformers backend: thin, over hf-ckpt-adapter's
+table.
 
-Unlike TorchTitan's own, they refuse names that they do not know, convert the experts of both, and leave their input alone.
-Starting weights do not pass through them: `reader` lets DCP read a Hugging Face folder as if it had been saved from the
-model (see `manager.py`), each rank its own rows.
+Unlike TorchTitan's own, they refuse names that they do not know, convert the experts of both, and leave their input
+alone. Starting weights do not pass through them: `reader` lets DCP read a Hugging Face folder as if it had been saved
+from the model (see `manager.py`), each rank its own rows.
 """
 
 from pathlib import Path
@@ -54,8 +55,8 @@ class _Adapter(StateDictAdapter):
         biased = [n for n, t in converted.side.items() if n.endswith("expert_bias_E") and bool((t != 0).any())]
         if biased:
             logger.warning(
-                f"{len(biased)} layers route with an expert bias ({biased[0]}), which a Hugging Face checkpoint cannot hold: "
-                "reloaded there, the model routes without. apps/export keeps it in a side file."
+                f"{len(biased)} layers route with an expert bias ({biased[0]}), which a Hugging Face checkpoint cannot "
+                "hold: reloaded there, the model routes without. apps/export keeps it in a side file."
             )
         self._stacks = {}
         for name, stack in stacks.items():
@@ -80,28 +81,31 @@ class _Adapter(StateDictAdapter):
 
 
 class NativeStateDictAdapter(_Adapter):
-    """For TorchTitan's native Qwen3, dense or MoE, tied or not."""
+    """The adapter of TorchTitan's native Qwen3, dense or MoE, tied or not."""
 
     layout = Layout.NATIVE
 
     @property
     def tied(self) -> bool:
+        """Whether head and embedding are one tensor."""
         return bool(self.model_config.enable_weight_tying)
 
 
 class BackendStateDictAdapter(_Adapter):
-    """For TorchTitan's Transformers backend with a Qwen3, dense or MoE, tied or not."""
+    """The adapter of TorchTitan's Transformers backend with a Qwen3, dense or MoE, tied or not."""
 
     layout = Layout.BACKEND
 
     @property
     def tied(self) -> bool:
+        """Whether head and embedding are one tensor."""
         return bool(self.model_config.tie_word_embeddings)
 
 
 def _local_experts(stack: DTensor) -> tuple[list[torch.Tensor], int]:
     """This rank's experts of an [E, F, D] stack, and the number of the first. Each is a view: [F, D], or a DTensor of
-    that over the mesh axes that split something other than the experts."""
+    that over the mesh axes that split something other than the experts.
+    """
     mesh, shape = stack.device_mesh, tuple(stack.shape)
     _, (first, *_) = compute_local_shape_and_global_offset(shape, mesh, stack.placements)
     axes, placements = [], []

@@ -1,7 +1,7 @@
 """The folder of a training step: what it is called, what it holds, and when it is whole. No torch.
 
-A step is whole when DCP's `.metadata` is in its folder, because DCP writes that file last, by rename. `assets/` in it makes the
-step exportable alone. Names other than step-<number> are not ours: they are neither read nor deleted.
+A step is whole when DCP's `.metadata` is in its folder, because DCP writes that file last, by rename. `assets/` in it
+makes the step exportable alone. Names other than step-<number> are not ours: they are neither read nor deleted.
 """
 
 import re

@@ -1,4 +1,6 @@
-"""Strict loading: a checkpoint has exactly the keys and shapes that the run wants, or the run stops with their names."""
+"""Strict loading: a checkpoint has exactly the keys and shapes that the run wants, or the run stops with
+their names.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +22,8 @@ def compare_with_checkpoint(
 ) -> None:
     """Raise UserError listing keys that are missing, unexpected or of another shape in a checkpoint. Collective.
 
-    A model-only load (no train_state among the wanted keys) may leave the checkpoint's optimizer and loader state aside.
+    A model-only load (no train_state among the wanted keys) may leave the checkpoint's optimizer and loader state
+    aside.
     """
     wanted, _ = flatten_state_dict({k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()})
     found = metadata.state_dict_metadata
@@ -49,7 +52,8 @@ def compare_with_checkpoint(
             f"{checkpoint} does not fit this recipe:\n  "
             + "\n  ".join(lines)
             + "\nResume with the recipe that wrote it (its "
-            "assets/recipe.json), or leave parts out with --checkpoint.exclude_from_loading optimizer,lr_scheduler,dataloader."
+            "assets/recipe.json), or leave parts out with --checkpoint.exclude_from_loading "
+            "optimizer,lr_scheduler,dataloader."
         )
 
 

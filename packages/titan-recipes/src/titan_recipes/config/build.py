@@ -1,4 +1,4 @@
-"""From a recipe and a command line to the config of one run, in one order: recipe, model, device, flags, mode."""
+"""The config of one run, made of a recipe and a command line in one order: recipe, model, device, flags, mode."""
 
 from typing import Any
 

@@ -70,6 +70,7 @@ def _refuse_low_precision(model: Any) -> None:
         kind = type(part).__qualname__.removesuffix(".Config").rpartition(".")[2]
         if LOW_PRECISION.search(kind):
             raise UserError(
-                f"The model's {name} is a {kind}: float8, MX and NVFP4 training need TorchAO kernels that neuron does not have "
-                "(FP8 training is a private beta there).\nTrain in bfloat16: leave the quantization converter out of the recipe."
+                f"The model's {name} is a {kind}: float8, MX and NVFP4 training need TorchAO kernels that neuron does "
+                "not have (FP8 training is a private beta there).\nTrain in bfloat16: leave the quantization "
+                "converter out of the recipe."
             )

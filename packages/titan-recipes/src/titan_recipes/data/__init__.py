@@ -1,1 +1,1 @@
-"""From files and datasets to batches of one constant shape."""
+"""Data's way from files and datasets to batches of one constant shape."""

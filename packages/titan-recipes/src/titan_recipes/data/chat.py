@@ -20,7 +20,7 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""For a tokenizer without a template of its own."""
+"""The template for a tokenizer that has none of its own."""
 
 _TURN = re.compile(re.escape(START) + r"assistant\n(.*?" + re.escape(END) + ")", re.DOTALL)
 
@@ -28,7 +28,9 @@ Spans = list[tuple[int, int]]
 
 
 def ready_template(tokenizer: Any) -> bool:
-    """True when the tokenizer has a chat template; else plain ChatML is set, which needs its two marks in the vocabulary."""
+    """True when the tokenizer has a chat template; else plain ChatML is set, which needs its two marks in the
+    vocabulary.
+    """
     if not hasattr(tokenizer, "apply_chat_template"):
         raise UserError(f"{type(tokenizer).__name__} renders no chat template; chat data needs TorchTitan's tokenizer.")
     if getattr(tokenizer, "_chat_template", None) is not None:
@@ -46,9 +48,9 @@ def ready_template(tokenizer: Any) -> bool:
 def render(messages: Any, tokenizer: Any, place: str, tools: Any = None) -> tuple[str, Spans] | None:
     """The conversation's text and the [begin, end) character spans that the assistant said.
 
-    None when a message's own text, or a tool's, contains a turn's mark: it would be read as one, and foreign words learned
-    as the assistant's. Raises UserError, naming `place`, for what is no conversation and for a message that the template
-    leaves out.
+    None when a message's own text, or a tool's, contains a turn's mark: it would be read as one, and foreign words
+    learned as the assistant's. Raises UserError, naming `place`, for what is no conversation and for a message that the
+    template leaves out.
     """
     messages, tools = _checked(messages, place), _checked_tools(tools, place)
     if any(mark in str(value) for part in (*messages, *tools) for value in part.values() for mark in (START, END)):
@@ -68,8 +70,9 @@ def render(messages: Any, tokenizer: Any, place: str, tools: Any = None) -> tupl
     for what, words in _must_be_there(messages, tools):
         if words not in text:
             raise UserError(
-                f"{place}: the chat template leaves out {what}, {words[:60]!r}. Qwen's templates write the roles system, user, assistant "
-                "and tool, and the tools; use one, or take what it cannot write out of the data."
+                f"{place}: the chat template leaves out {what}, {words[:60]!r}. Qwen's templates write the roles "
+                "system, user, assistant and tool, and the tools; use one, or take what it cannot write out of the "
+                "data."
             )
     return text, spans
 
@@ -85,7 +88,7 @@ def _must_be_there(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) 
 
 
 def _name(function: Any) -> str:
-    """Of a tool or of a call, as OpenAI nests them or not."""
+    """Return the name of a tool or of a call, nested as OpenAI does it or not."""
     found = function.get("function", function) if isinstance(function, dict) else None
     return str(found.get("name", "")) if isinstance(found, dict) else ""
 

@@ -21,8 +21,8 @@ PYTHON_DOCS = "python-docs"
 def python_docs() -> list[str]:
     """The sections of `pydoc_data.topics`, each paragraph kept once.
 
-    Topics quote each other (the one on compound statements contains those on `if` and `while`), so whole topics would leak
-    from the training part into the held-out one. Shorter topics keep the paragraph, longer ones lose it.
+    Topics quote each other (the one on compound statements contains those on `if` and `while`), so whole topics would
+    leak from the training part into the held-out one. Shorter topics keep the paragraph, longer ones lose it.
     """
     from pydoc_data.topics import topics  # type: ignore[import-not-found, unused-ignore]
 
@@ -53,11 +53,12 @@ def digest(text: str) -> int:
 
 
 def held_out(sources: Mapping[str, tuple[Digests, Sizes]], share: float) -> list[npt.NDArray[np.bool_]]:
-    """For each source, True for the documents that are held out: those of the lowest digests, up to one bound for all.
+    """Return, for each source, True for the documents that are held out: those of the lowest digests, up to one bound
+    for all.
 
-    The bound is the least by which every source holds out at least `share` of its size. So the choice depends on the texts
-    alone, not on their order or any seed, and a text that two sources have is on the same side in both. A share of 0 holds
-    out nothing. Raises UserError, naming the source, when nothing of it would be left to train on.
+    The bound is the least by which every source holds out at least `share` of its size. So the choice depends on the
+    texts alone, not on their order or any seed, and a text that two sources have is on the same side in both. A share
+    of 0 holds out nothing. Raises UserError, naming the source, when nothing of it would be left to train on.
     """
     if share <= 0:
         return [np.zeros(len(digests_N), bool) for digests_N, _ in sources.values()]

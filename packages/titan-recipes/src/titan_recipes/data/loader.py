@@ -1,7 +1,8 @@
 """The dataloader: sources -> tokens -> samples -> batches of one constant shape, the same for every rank count.
 
-Batches are [B, S] always, the last one included. Sample g of the stream goes to data-parallel rank (g // B) % ranks, so ranks
-always have the same number of batches, and the state that a checkpoint carries is one number: samples seen by all ranks.
+Batches are [B, S] always, the last one included. Sample g of the stream goes to data-parallel rank (g // B) % ranks, so
+ranks always have the same number of batches, and the state that a checkpoint carries is one number: samples seen by all
+ranks.
 
     rows.py     rows of files and datasets       chat.py     a conversation's text, and what of it is learned
     tokens.py   rows -> mapped token stores     packing.py  documents -> numbered samples
@@ -44,16 +45,18 @@ class TextDataLoader(BaseDataLoader):
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
         dataset: str = PYTHON_DOCS
-        """python-docs (built in) or a dataset of the Hugging Face Hub, "owner/name"; used when nothing below names data."""
+        """python-docs (built in) or a dataset of the Hugging Face Hub, "owner/name"; used when nothing below names
+        data.
+        """
 
         dataset_path: str | None = None
         """A .jsonl, .parquet, .arrow, .txt, .md or .rst file, or a folder of them."""
 
         documents: Annotated[Callable[[], Sequence[Any]] | None, tyro.conf.Suppress] = None
-        """For recipes: a function returning the documents. It wins over dataset and dataset_path."""
+        """A function that returns the documents (recipes only). It wins over dataset and dataset_path."""
 
         sources: Annotated[Sequence[Source], tyro.conf.Suppress] = ()
-        """For recipes: several sources, with or without weights. They win over all of the above."""
+        """Several sources, with or without weights (recipes only). They win over all of the above."""
 
         format: Literal["text", "chat"] = "text"
         """text: rows hold a text to continue. chat: rows hold messages, and only the assistant's turns are learned."""
@@ -68,8 +71,8 @@ class TextDataLoader(BaseDataLoader):
         """The Hub dataset's split."""
 
         packing: Packing | None = None
-        """split: texts one after the other, cut where a sequence is full (default for text). whole: as many documents as fit,
-        none cut. none: one document a sequence, padded (default for chat)."""
+        """split: texts one after the other, cut where a sequence is full (default for text). whole: as many documents
+        as fit, none cut. none: one document a sequence, padded (default for chat)."""
 
         split: Literal["train", "validation"] = "train"
         """Which part of the documents."""
@@ -112,7 +115,8 @@ class TextDataLoader(BaseDataLoader):
                 return (Source(documents=python_docs),)
             if "/" not in self.dataset:
                 raise UserError(
-                    f"dataloader.dataset {self.dataset!r} is unknown: the built-in one is {PYTHON_DOCS!r}, one of the Hugging Face "
+                    f"dataloader.dataset {self.dataset!r} is unknown: the built-in one is {PYTHON_DOCS!r}, one of the "
+                    "Hugging Face "
                     'Hub is named "owner/name".\nFor your own data set --dataloader.dataset_path to a file or a folder.'
                 )
             hub, subset, hub_split = self.dataset, self.subset, self.hub_split
@@ -123,7 +127,8 @@ class TextDataLoader(BaseDataLoader):
             built_in = not self.documents and not self.dataset_path and self.dataset == PYTHON_DOCS
             if built_in and (self.format != "text" or self.column):
                 raise UserError(
-                    f"dataloader.format {self.format}, column {self.column}: the built-in {PYTHON_DOCS} are plain texts.\n"
+                    f"dataloader.format {self.format}, column {self.column}: the built-in {PYTHON_DOCS} are plain "
+                    "texts.\n"
                     "Name your data with --dataloader.dataset_path or --dataloader.dataset."
                 )
             if (self.documents or self.dataset_path or built_in) and (self.subset or self.hub_split != "train"):
@@ -166,7 +171,8 @@ class TextDataLoader(BaseDataLoader):
         samples = WholeDocuments(documents, self.seq_len, together=together, shuffle=shuffle, seed=seed)
         if samples.dropped:
             _warn_once(
-                f"{part[0][0].name}: {samples.dropped} of {len(documents)} documents are longer than seq_len {self.seq_len} and left out"
+                f"{part[0][0].name}: {samples.dropped} of {len(documents)} documents are longer than seq_len "
+                f"{self.seq_len} and left out"
             )
         return samples
 
@@ -182,23 +188,27 @@ class TextDataLoader(BaseDataLoader):
             yield _batch(samples)
 
     def _fingerprint(self, parts: Sequence["Part"]) -> str:
-        """A digest of the tokens and of the order they are read in; a checkpoint's position means nothing on another."""
+        """A digest of the tokens and of the order they are read in; a checkpoint's position means nothing
+        on another.
+        """
         config = self.config
         stores = [[(store.fingerprint, source.weight) for source, store, _ in part] for part in parts]
         about = (stores, self.seq_len, config.packing, config.split, config.holdout, config.seed)
         return hashlib.sha256(repr(about).encode()).hexdigest()[:16]
 
     def state_dict(self) -> dict[str, Any]:
+        """Return how many samples were seen, and which data they were of."""
         return {"samples_seen": self.samples_seen, "fingerprint": self.fingerprint}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on after the samples that were seen. Raises UserError when the data changed since."""
         if not state_dict:
             return
         if state_dict["fingerprint"] != self.fingerprint:
             raise UserError(
-                "The training data changed since this checkpoint was written (other documents, weights, tokenizer, packing, "
-                "sequence length, holdout or seed), so its position in the data means nothing now.\nResume with the same data, "
-                "or start the data anew with --checkpoint.exclude_from_loading dataloader."
+                "The training data changed since this checkpoint was written (other documents, weights, tokenizer, "
+                "packing, sequence length, holdout or seed), so its position in the data means nothing now.\nResume "
+                "with the same data, or start the data anew with --checkpoint.exclude_from_loading dataloader."
             )
         self.samples_seen = int(state_dict["samples_seen"])
 
@@ -264,7 +274,10 @@ def _packing(config: TextDataLoader.Config, part: Part) -> Packing:
 
 
 def _documents(config: TextDataLoader.Config, part: Part, seq_len: int) -> Documents:
-    """Those of a part that the config's split reads. Raises UserError when there is none, or none that fits a sequence."""
+    """Those of a part that the config's split reads.
+
+    Raises UserError when there is none, or none that fits a sequence.
+    """
     chosen = config.split == "validation"
     documents = Documents([(store, np.flatnonzero(out_N == chosen)) for _, store, out_N in part])
     fits = _packing(config, part) == "split" or bool((documents.sizes_N <= seq_len + 1).any())

@@ -17,8 +17,8 @@ BLOCK = 10_000
 class Mixture:
     """K sources, of which source k gives weights[k] / sum(weights) of the samples, spread evenly.
 
-    Each source goes through epochs of its own. `length` is the number of samples until the first source has given all of
-    its own: where a pass over the data ends.
+    Each source goes through epochs of its own. `length` is the number of samples until the first source has given all
+    of its own: where a pass over the data ends.
     """
 
     def __init__(self, sources: Sequence[Samples], weights: Sequence[float], names: Sequence[str]) -> None:
@@ -27,7 +27,8 @@ class Mixture:
         for name, weight, count in zip(names, weights, counts, strict=True):
             if count == 0:
                 raise UserError(
-                    f"The weight {weight} of {name!r} is under 1/{BLOCK} of all: it would never be read. Raise it or leave it out."
+                    f"The weight {weight} of {name!r} is under 1/{BLOCK} of all: it would never be read. Raise it or "
+                    "leave it out."
                 )
         spread = np.concatenate([(np.arange(count) + 0.5) / count for count in counts])
         self._source_of_slot = np.repeat(np.arange(len(counts)), counts)[np.argsort(spread, kind="stable")]
@@ -43,12 +44,14 @@ class Mixture:
         return source, block * len(self._slots[source]) + int(self._rank_of_slot[slot])
 
     def sample(self, number: int) -> Sample:
+        """Return sample `number` of the stream."""
         source, index = self.locate(number)
         epoch, within = divmod(index, self.sources[source].samples)
         return self.sources[source].sample(epoch, within)
 
     @property
     def length(self) -> int:
+        """Samples until the first source is through."""
         return min(self._number(k, source.samples) for k, source in enumerate(self.sources))
 
     def _number(self, source: int, index: int) -> int:

@@ -1,7 +1,7 @@
 """Tokenised documents as samples of one constant length, addressable by number.
 
-Sample i of an epoch is a function of i alone, so any rank can build any sample, and "how many samples were seen" is all the
-state there is: it holds for any number of ranks.
+Sample i of an epoch is a function of i alone, so any rank can build any sample, and "how many samples were seen" is all
+the state there is: it holds for any number of ranks.
 
 Shapes: S = sequence length, N = documents.
 """
@@ -24,7 +24,9 @@ IGNORE_INDEX = -100
 Tokens = npt.NDArray[np.int64]
 
 Packing = Literal["split", "whole", "none"]
-"""split: documents one after the other, cut where a sample is full. whole: several to a sample, none cut. none: one each."""
+"""split: documents one after the other, cut where a sample is full. whole: several to a sample, none cut. none: one
+each.
+"""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ class Samples(Protocol):
 
 
 class SplitDocuments:
-    """Sample i is the pairs [i*S, (i+1)*S) of the epoch's documents one after the other; `shuffle` reorders them each epoch.
+    """Sample i is the pairs [i*S, (i+1)*S) of the epoch's documents one after the other; `shuffle` reorders them each
+    epoch.
 
     What is left at the end of an epoch is padded.
     """
@@ -90,9 +93,11 @@ class SplitDocuments:
 
     @property
     def samples(self) -> int:
+        """Samples of one epoch."""
         return -(-self._pairs // self.seq_len)
 
     def sample(self, epoch: int, index: int) -> Sample:
+        """Return sample `index` of an epoch."""
         _check(index, self.samples)
         if epoch != self._epoch:
             self._order_N = _order(len(self.documents), epoch, self.shuffle, self.seed)
@@ -128,9 +133,11 @@ class WholeDocuments:
 
     @property
     def samples(self) -> int:
+        """Samples of one epoch."""
         return len(self._bins)
 
     def sample(self, epoch: int, index: int) -> Sample:
+        """Return sample `index` of an epoch."""
         _check(index, self.samples)
         if epoch != self._epoch:
             self._order = _order(self.samples, epoch, self.shuffle, self.seed)
@@ -139,7 +146,10 @@ class WholeDocuments:
 
 
 def pad(pieces: Sequence[Sample], seq_len: int) -> Sample:
-    """One sample of length S from shorter pieces; the rest is a document of its own without labels. `[]`: nothing but that."""
+    """One sample of length S from shorter pieces; the rest is a document of its own without labels.
+
+    `[]`: nothing but that.
+    """
     missing = seq_len - sum(len(piece.input_S) for piece in pieces)
     assert missing >= 0, f"{seq_len - missing} tokens in a sample of {seq_len}"
     rest = Sample(np.zeros(missing, np.int64), np.arange(missing), np.full(missing, IGNORE_INDEX))

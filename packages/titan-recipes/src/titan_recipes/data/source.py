@@ -1,7 +1,7 @@
 """Where documents come from: rows of a file, a folder, a Hub dataset or a function, one at a time, each with its place.
 
-A row is a dict. Text files are one row each, {"text": ...}; JSONL, Parquet and Arrow rows are taken as they are. Nothing
-here knows about tokens.
+A row is a dict. Text files are one row each, {"text": ...}; JSONL, Parquet and Arrow rows are taken as they are.
+Nothing here knows about tokens.
 """
 
 import json
@@ -47,7 +47,10 @@ class Source:
     """The row's field with it. None: "text", or "messages" for chat."""
 
     weight: float | None = None
-    """Share of the training samples, relative to the other sources'. None on all of them: every document once an epoch."""
+    """Share of the training samples, relative to the other sources'.
+
+    None on all of them: every document once an epoch.
+    """
 
     def __post_init__(self) -> None:
         given = [name for name in ("path", "hub", "documents") if getattr(self, name) is not None]
@@ -193,7 +196,9 @@ def _batch_rows(file: Path, batches: Iterator[Any]) -> Iterator[tuple[str, Row]]
 
 
 def _unfilled(row: Row) -> Row:
-    """A table's row without the fields that are there, as None, since another row has them: those of its messages and tools."""
+    """A table's row without the fields that are there, as None, since another row has them: those of its messages and
+    tools.
+    """
     return {name: _without_none(value) for name, value in row.items()}
 
 
@@ -217,7 +222,10 @@ def _hub_rows(source: Source) -> Iterator[tuple[str, Row]]:
 
 
 def hub_dataset(source: Source) -> Any:
-    """The Hub dataset of a source, downloaded or from the cache. Raises UserError saying what to do without a network."""
+    """The Hub dataset of a source, downloaded or from the cache.
+
+    Raises UserError saying what to do without a network.
+    """
     import datasets
 
     datasets.disable_progress_bars()
@@ -227,7 +235,8 @@ def hub_dataset(source: Source) -> Any:
         raise UserError(
             f"The Hub dataset {source.hub!r} could not be loaded: {str(error).splitlines()[0]}\n"
             "Check its name, subset and hub_split. Without a network, download it on a machine that has one\n"
-            f"(hf download --repo-type dataset {source.hub} --local-dir FOLDER) and set dataset_path to its files of that split."
+            f"(hf download --repo-type dataset {source.hub} --local-dir FOLDER) and set dataset_path to its files of "
+            "that split."
         ) from None
     if source.wanted not in found.column_names:
         raise UserError(

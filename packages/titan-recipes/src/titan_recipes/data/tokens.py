@@ -1,7 +1,7 @@
 """Tokenise a source once, keep it on disk, read it mapped: every rank and every later run shares one copy.
 
-A store is a folder of flat arrays, written under a temporary name and renamed. Its name is a digest of what went in (the
-files' paths, sizes and times, the tokenizer, the format), so a changed file or tokenizer makes a new store.
+A store is a folder of flat arrays, written under a temporary name and renamed. Its name is a digest of what went in
+(the files' paths, sizes and times, the tokenizer, the format), so a changed file or tokenizer makes a new store.
 """
 
 import hashlib
@@ -229,7 +229,10 @@ Encoded = tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_] | None]
 
 
 def _encode(documents: Sequence[_Document], tokenizer: Any) -> Iterable[Encoded]:
-    """Tokens, and which of them are learned. A text ends in the end-of-text token; a conversation as its template says."""
+    """Tokens, and which of them are learned.
+
+    A text ends in the end-of-text token; a conversation as its template says.
+    """
     backend = _backend(tokenizer)
     if backend is None:
         if any(document.spans is not None for document in documents):
@@ -257,7 +260,9 @@ def _learned(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]
 
 
 def _backend(tokenizer: Any) -> Any:
-    """The `tokenizers.Tokenizer` inside TorchTitan's, which encodes many texts at once and knows each token's characters."""
+    """The `tokenizers.Tokenizer` inside TorchTitan's, which encodes many texts at once and knows each token's
+    characters.
+    """
     from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
     return tokenizer.tokenizer if type(tokenizer) is HuggingFaceTokenizer else None

@@ -26,24 +26,31 @@ class CpuModule(ModuleType):
         return getattr(torch.cpu, name)
 
     def device_count(self) -> int:
+        """Return 1: every rank has the whole host as torch.device("cpu", 0)."""
         return 1  # every rank has the whole host: torch.device("cpu", 0)
 
     def current_device(self) -> int:
+        """Return 0, the only one."""
         return 0
 
     def set_device(self, device: "torch.device | int") -> None:
+        """Do nothing: there is one device."""
         pass
 
     def synchronize(self, device: "torch.device | int | None" = None) -> None:
+        """Do nothing: a CPU runs in order."""
         pass
 
     def get_device_name(self, device: "torch.device | int | None" = None) -> str:
+        """Return the name that TorchTitan prints."""
         return "CPU"
 
     def get_device_properties(self, device: "torch.device | int | None" = None) -> SimpleNamespace:
+        """Return name and memory in bytes, as an accelerator's properties have them."""
         return SimpleNamespace(name="CPU", total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
     def memory_stats(self, device: "torch.device | int | None" = None) -> dict[str, int]:
+        """Return this process's memory under the names of an accelerator's statistics."""
         rss = process_memory_bytes()
         return {
             "active_bytes.all.peak": rss,
@@ -53,9 +60,11 @@ class CpuModule(ModuleType):
         }
 
     def reset_peak_memory_stats(self, device: "torch.device | int | None" = None) -> None:
+        """Do nothing: the host keeps no peak to reset."""
         pass
 
     def empty_cache(self) -> None:
+        """Do nothing: there is no cache."""
         pass
 
 

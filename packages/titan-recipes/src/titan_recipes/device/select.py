@@ -1,7 +1,7 @@
 """Choose the device once, and tell TorchTitan: the only place that touches TorchTitan from outside.
 
-TorchTitan 0.3.0 decides its device when `torchtitan.tools.utils` is imported and most of its modules copy the answer, so
-`set_device` has to run before any of them is imported.
+TorchTitan 0.3.0 decides its device when `torchtitan.tools.utils` is imported and most of its modules copy the answer,
+so `set_device` has to run before any of them is imported.
 """
 
 import importlib.util
@@ -21,8 +21,10 @@ DEVICES = ("auto", "neuron", "cuda", "cpu")
 
 _INSTALL = {
     "neuron": (
-        "torch-neuronx is not usable here. On a Trainium instance start from the Neuron DLAMI or container, which brings\n"
-        "torch-neuronx 2.14.3 for torch 2.14 (Neuron SDK 2.33); see 'On a Neuron host' in the README. PyPI's package of\n"
+        "torch-neuronx is not usable here. On a Trainium instance start from the Neuron DLAMI or container, which "
+        "brings\n"
+        "torch-neuronx 2.14.3 for torch 2.14 (Neuron SDK 2.33); see 'On a Neuron host' in the README. PyPI's package "
+        "of\n"
         "that name is an empty placeholder."
     ),
     "cuda": "Install a CUDA driver and a CUDA build of torch, or pass --device cpu.",

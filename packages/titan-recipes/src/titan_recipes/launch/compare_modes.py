@@ -56,7 +56,8 @@ def table(eager: Sequence[Step], compiled: Sequence[Step], bound: float) -> list
     """The lines of the comparison; `bound` in nats."""
     lines = ["step   eager loss   compiled loss   difference   eager s   compiled s"]
     lines += [
-        f"{a.step:>4}   {a.loss:>10.6f}   {b.loss:>13.6f}   {b.loss - a.loss:>+10.1e}   {a.seconds:>7.2f}   {b.seconds:>10.2f}"
+        f"{a.step:>4}   {a.loss:>10.6f}   {b.loss:>13.6f}   {b.loss - a.loss:>+10.1e}   {a.seconds:>7.2f}   "
+        f"{b.seconds:>10.2f}"
         for a, b in zip(eager, compiled, strict=True)
     ]
     steady = [sorted(s.seconds for s in run[1:]) for run in (eager, compiled)]

@@ -23,7 +23,8 @@ __all__ = ["launch"]
 
 
 def launch(options: Options, nproc: int) -> Outcome:
-    """Run `nproc` ranks on this host and wait for them. Raises RankFailed when one failed (its traceback is already out).
+    """Run `nproc` ranks on this host and wait for them. Raises RankFailed when one failed (its traceback is already
+    out).
 
     On CPU ranks are forked, so that the launcher's imports (10 s and more of TorchTitan) are paid once; accelerators'
     runtimes do not survive a fork, so there they are spawned.
@@ -56,7 +57,10 @@ def launch(options: Options, nproc: int) -> Outcome:
 
 
 def _explain(failures: Mapping[int, "ProcessFailure"], folder: str) -> str:
-    """One line; the cause itself was printed by the rank it happened on. Its peers fail after it, of broken connections."""
+    """One line; the cause itself was printed by the rank it happened on.
+
+    Its peers fail after it, of broken connections.
+    """
     killed = {rank: signal.Signals(-f.exitcode).name for rank, f in failures.items() if f.exitcode < 0}
     if len(killed) == len(failures):
         how = ", ".join(f"rank {rank} was killed by {name}" for rank, name in sorted(killed.items()))
@@ -67,12 +71,12 @@ def _explain(failures: Mapping[int, "ProcessFailure"], folder: str) -> str:
 
 @contextmanager
 def _signals_passed_on() -> Iterator[list[int]]:
-    """Send SIGTERM to every rank when this process gets SIGINT or SIGTERM, and keep waiting for them; yields those received.
+    """Send SIGTERM to every rank when this process gets SIGINT or SIGTERM, and keep waiting for them; yields those
+    received.
 
     A terminal's Ctrl-C reaches the ranks by itself as well; they take SIGTERM as a repetition, and a second SIGINT as
     "now".
     """
-
     received: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:

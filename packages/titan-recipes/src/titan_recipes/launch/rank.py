@@ -55,7 +55,8 @@ def explain_late_error(error: BaseException, device: str) -> str:
     if is_set or not isinstance(error, RuntimeError):
         return ""
     return (
-        f"\nnote: the {device} device reports errors late. The operation that failed may lie before the last line above;\n"
+        f"\nnote: the {device} device reports errors late. The operation that failed may lie before the last line "
+        "above;\n"
         f"run again with {variable}=1 (slower) and the traceback ends at it."
     )
 
@@ -67,7 +68,10 @@ def _print_error(text: str) -> None:
 
 
 def train_rank(options: Options) -> Outcome:
-    """The whole of a rank's work. Expects RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them."""
+    """The whole of a rank's work.
+
+    Expects RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them.
+    """
     import torch
 
     rank, world = environment.rank(), environment.world_size()

@@ -1,12 +1,13 @@
 """Attention that runs everywhere: torch's scaled_dot_product_attention, with a document mask made from positions.
 
-TorchTitan 0.3.0 offers language models FlexAttention (no CPU backward, no Neuron lowering) and varlen (CUDA only); its own
-SDPA module refuses masks. `document_mask` says what a packed sequence may see:
+TorchTitan 0.3.0 offers language models FlexAttention (no CPU backward, no Neuron lowering) and varlen (CUDA only); its
+own SDPA module refuses masks. `document_mask` says what a packed sequence may see:
   block   each document alone: a dense boolean mask, any kernel that takes masks
   causal  everything before it, across documents: no mask tensor at all, which Neuron's fast kernel requires
 
-Under context parallel a rank has some of the queries and is given the keys and values of all ranks; its rows of the mask are
-made here, in both cases as a tensor. With a dense mask every rank has the same work, so a load balancer changes nothing.
+Under context parallel a rank has some of the queries and is given the keys and values of all ranks; its rows of the
+mask are made here, in both cases as a tensor. With a dense mask every rank has the same work, so a load balancer
+changes nothing.
 
 Shapes: B = batch, L = sequence (K as keys), N = heads, H = head dim.
 """
@@ -33,9 +34,9 @@ Mask = Literal["causal", "block"]
 def attention_mask_B1LK(positions_BL: torch.Tensor, mask: Mask, load_balancer: str | None) -> torch.Tensor | None:
     """True where query l may see key k: not later and, with `block`, of the same document. None: all that is not later.
 
-    positions_BL restart at 0 with each document. Under context parallel (TorchTitan's current mesh says so) they are this
-    rank's part, and K runs over the keys of all ranks in rank order; `load_balancer` is how TorchTitan split the sequence.
-    Static in shape: no nonzero, no .item(); views, flips and a cumulative sum, no sorting.
+    positions_BL restart at 0 with each document. Under context parallel (TorchTitan's current mesh says so) they are
+    this rank's part, and K runs over the keys of all ranks in rank order; `load_balancer` is how TorchTitan split the
+    sequence. Static in shape: no nonzero, no .item(); views, flips and a cumulative sum, no sorting.
     """
     ranks = spmd_mesh_size("cp")
     if ranks == 1 and mask == "causal":
@@ -110,7 +111,9 @@ def sdpa(
 
 
 class SDPAttention(Module):
-    """Inner attention over F.scaled_dot_product_attention; `attention_masks` is a boolean [B, 1, L, K] or None (causal)."""
+    """Inner attention over F.scaled_dot_product_attention; `attention_masks` is a boolean [B, 1, L, K] or None
+    (causal).
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
@@ -132,6 +135,7 @@ class SDPAttention(Module):
         enable_gqa: bool = False,
         **kwargs: Any,
     ) -> torch.Tensor:
+        """Run the stock forward, with what attention sees made from positions."""
         if self.logit_scale != 1.0:
             scale = self.logit_scale * (q_BLNH.shape[-1] ** -0.5 if scale is None else scale)
         q_BNLH, k_BNKH, v_BNKH = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
@@ -149,6 +153,7 @@ class MaskedQwen3Model(Qwen3Model):
         """The run's parallelism.context_parallel_load_balancer."""
 
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
+            """Take the load balancer of context parallelism from the run's config."""
             # slots=True makes a new class, which super() without arguments does not know.
             Qwen3Model.Config.update_from_config(self, config=config, **kwargs)
             self.load_balancer = config.parallelism.context_parallel_load_balancer
@@ -161,6 +166,7 @@ class MaskedQwen3Model(Qwen3Model):
         positions: torch.Tensor | None = None,
         attention_masks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """Run the stock forward, with what attention sees made from positions."""
         if attention_masks is None and positions is not None:
             attention_masks = attention_mask_B1LK(positions, self.config.document_mask, self.config.load_balancer)
         return sendable(super().forward(sends_its_gradient(tokens), positions, attention_masks))

@@ -20,7 +20,9 @@ from ..errors import UserError
 __all__ = ["Model", "ModelSource", "find_model", "refuse_remote_code"]
 
 Model = str | os.PathLike[str] | Qwen3Config
-"""A Qwen3Config; a folder with a config.json; a Hub id (org/name[@revision]) in the local cache; a name of qwen3_core.MODELS."""
+"""A Qwen3Config; a folder with a config.json; a Hub id (org/name[@revision]) in the local cache; a name of
+qwen3_core.MODELS.
+"""
 
 _CODE_MAY_BE_NAMED_IN = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w.-]+)?")
@@ -56,8 +58,9 @@ class ModelSource:
 
 
 def find_model(model: Model) -> ModelSource:
-    """Resolve `model`. A folder wins over a name. Raises UserError, with near names, for what is neither, for a folder whose
-    config would run code, and for a config.json that is not a Qwen3's."""
+    """Resolve `model`. A folder wins over a name. Raises UserError, with near names, for what is neither, for a folder
+    whose config would run code, and for a config.json that is not a Qwen3's.
+    """
     if isinstance(model, Qwen3Config):
         return ModelSource(model.model_type, model)
     text = os.fspath(model)
@@ -81,7 +84,8 @@ def find_model(model: Model) -> ModelSource:
     near = difflib.get_close_matches(text.removeprefix("Qwen3-"), MODELS, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise UserError(
-        f"There is no model {text!r}: not a folder, not a Hub id (org/name), not a known name.{hint}\nKnown: {', '.join(MODELS)}."
+        f"There is no model {text!r}: not a folder, not a Hub id (org/name), not a known name.{hint}\nKnown: "
+        f"{', '.join(MODELS)}."
     )
 
 

@@ -1,7 +1,8 @@
 """Random weights that are a layout's own choice nowhere: each is drawn as one process would draw it.
 
-DTensor gives every shard its part of one stream of random numbers on devices whose generator it can set. CPU is not among them:
-there each rank draws from an equal generator, so that the shards of a tensor become copies of each other, and stay so.
+DTensor gives every shard its part of one stream of random numbers on devices whose generator it can set. CPU is not
+among them: there each rank draws from an equal generator, so that the shards of a tensor become copies of each other,
+and stay so.
 """
 
 import torch

@@ -23,7 +23,7 @@ def parallelize(model: nn.Module, **kwargs: Any) -> nn.Module:
 
 
 def reduce_by_sum_on_gloo(model: nn.Module) -> nn.Module:
-    """On gloo, tell FSDP to reduce by sum: it scales gradients with ReduceOp.PREMUL_SUM, which gloo lacks.
+    """Tell FSDP to reduce by sum on gloo, because it scales gradients with ReduceOp.PREMUL_SUM, which gloo lacks.
 
     Neuron and NCCL keep the default.
     """

@@ -1,7 +1,7 @@
 """What a pipeline stage sends has to lie in memory in order: gloo and NCCL refuse anything else.
 
-Sequence parallel's collectives leave both a stage's output and its input's gradient transposed, and the buffers to receive
-them are made with the same strides, so pipeline x tensor parallel fails without this.
+Sequence parallel's collectives leave both a stage's output and its input's gradient transposed, and the buffers to
+receive them are made with the same strides, so pipeline x tensor parallel fails without this.
 """
 
 from typing import Any

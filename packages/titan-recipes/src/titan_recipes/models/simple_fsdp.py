@@ -1,8 +1,9 @@
-"""SimpleFSDP for a native spec: sharded parameters as a parametrisation, so that a compiled graph holds the collectives.
+"""SimpleFSDP for a native spec: sharded parameters as a parametrisation, so that a compiled graph holds the
+collectives.
 
-TorchTitan 0.3.0 has it in experiments/graph_trainer, with a trainer and compiler passes of its own; this takes the sharding
-alone and compiles the whole model with the recipe's backend. FSDP2's hooks break graphs, which is why AWS recommends
-SimpleFSDP with compile.
+TorchTitan 0.3.0 has it in experiments/graph_trainer, with a trainer and compiler passes of its own; this takes the
+sharding alone and compiles the whole model with the recipe's backend. FSDP2's hooks break graphs, which is why AWS
+recommends SimpleFSDP with compile.
 
     config.model_spec = simple_fsdp(config.model_spec)
     config.parallelism.spmd_backend = "partial_dtensor"
@@ -31,8 +32,9 @@ def refuse_unfit(spec: ModelSpec, parallelism: Any) -> None:
         return
     if p.spmd_backend != "partial_dtensor" or p.context_parallel_degree > 1 or p.pipeline_parallel_degree > 1:
         raise UserError(
-            "SimpleFSDP runs with parallelism.spmd_backend partial_dtensor and without context or pipeline parallel; found "
-            f"{p.spmd_backend}, context_parallel {p.context_parallel_degree}, pipeline_parallel {p.pipeline_parallel_degree}.\n"
+            "SimpleFSDP runs with parallelism.spmd_backend partial_dtensor and without context or pipeline parallel; "
+            f"found {p.spmd_backend}, context_parallel {p.context_parallel_degree}, pipeline_parallel "
+            f"{p.pipeline_parallel_degree}.\n"
             "Change these, or leave simple_fsdp(...) out of the recipe."
         )
 

@@ -4,8 +4,8 @@
     transformers("Qwen/Qwen3-8B")        the Transformers class, in TorchTitan's Transformers backend
     native(Qwen3Config(vocab_size=...))  sizes of your own, by the names of config.json
 
-The third route, `kernels`, is the native one with the overrides of titan_recipes.moe.kernels. All compute what qwen3-core
-computes from the same weights, and start from its initial distribution. docs/routes.md compares them.
+The third route, `kernels`, is the native one with the overrides of titan_recipes.moe.kernels. All compute what
+qwen3-core computes from the same weights, and start from its initial distribution. docs/routes.md compares them.
 """
 
 import logging
@@ -66,7 +66,9 @@ def model_spec(
 
 
 def qwen3_of(model: Any) -> Qwen3Config | None:
-    """Return the Qwen3Config that a model's config was made from; None for a model that is not of this package's making."""
+    """Return the Qwen3Config that a model's config was made from; None for a model that is not of this package's
+    making.
+    """
     return getattr(model, "qwen3", None)
 
 
@@ -77,11 +79,14 @@ def is_tied(model: Any) -> bool:
 
 
 def route_of(spec: ModelSpec) -> Route:
-    """The route whose model a spec of this module is (`kernels` has the native one). UserError for a spec of another's making."""
+    """The route whose model a spec of this module is (`kernels` has the native one).
+
+    UserError for a spec of another's making.
+    """
     if qwen3_of(spec.model) is None:
         raise UserError(
-            f"The recipe's model spec ({spec.name} {spec.flavor}) is not one of titan_recipes: it has no route to change. "
-            "Build it with native(...) or transformers(...)."
+            f"The recipe's model spec ({spec.name} {spec.flavor}) is not one of titan_recipes: it has no route to "
+            "change. Build it with native(...) or transformers(...)."
         )
     return "native" if isinstance(spec.model, MaskedQwen3Model.Config) else "transformers"
 
@@ -102,9 +107,9 @@ def use_model(
 ) -> None:
     """Set every field of a recipe's config that depends on the model; what is None stays as the recipe has it.
 
-    A folder's tokenizer becomes hf_assets_path, and its weights are what a fresh run starts from (`weights=False`: only its
-    sizes; True: they have to be there). `kernels` keeps a recipe's choice of kernels, or takes nki-moe's experts in every layer;
-    another route takes none.
+    A folder's tokenizer becomes hf_assets_path, and its weights are what a fresh run starts from (`weights=False`: only
+    its sizes; True: they have to be there). `kernels` keeps a recipe's choice of kernels, or takes nki-moe's experts in
+    every layer; another route takes none.
     """
     assert config.model_spec is not None
     own, old = route_of(config.model_spec), config.model_spec.model
@@ -124,7 +129,8 @@ def use_model(
         config.hf_assets_path = str(source.tokenizer)
     elif source.weights is not None:
         log.warning(
-            "%s has no tokenizer.json, so the recipe's tokenizer is used (%s): make sure that the weights were trained with its ids",
+            "%s has no tokenizer.json, so the recipe's tokenizer is used (%s): make sure that the weights were trained "
+            "with its ids",
             model,
             config.hf_assets_path,
         )
@@ -143,7 +149,10 @@ def use_model(
 
 
 def _respecified(old: ModelSpec, qwen3: Qwen3Config, route: str, flavor: str) -> ModelSpec:
-    """A spec of `qwen3` on `route` with what a recipe chose on `old`. UserError for a choice that the other model code lacks."""
+    """A spec of `qwen3` on `route` with what a recipe chose on `old`.
+
+    UserError for a choice that the other model code lacks.
+    """
     new = model_spec(qwen3, route=route, document_mask=old.model.document_mask, flavor=flavor)
     keep_choices(old.model, new.model)
     if route_of(new) == route_of(old):
@@ -152,8 +161,8 @@ def _respecified(old: ModelSpec, qwen3: Qwen3Config, route: str, flavor: str) ->
     if old.parallelize_fn is not stock.parallelize_fn:
         chosen = getattr(old.parallelize_fn, "__module__", "")
         raise UserError(
-            f"The recipe parallelises its model by a function of its own ({chosen}), made for {route_of(old)}'s model code: "
-            f"the route {route} would run without it.\nKeep the route, or take that choice out of the recipe."
+            f"The recipe parallelises its model by a function of its own ({chosen}), made for {route_of(old)}'s model "
+            f"code: the route {route} would run without it.\nKeep the route, or take that choice out of the recipe."
         )
     return new
 
@@ -169,7 +178,9 @@ def _use_kernels(config: "Trainer.Config", wanted: bool) -> None:
 
 
 def hf_config(model: Any, *, dtype: torch.dtype) -> dict[str, Any] | None:
-    """The config.json that Transformers needs to rebuild a model of these specs (`dtype`: of the weights), else None."""
+    """The config.json that Transformers needs to rebuild a model of these specs (`dtype`: of the weights),
+    else None.
+    """
     config = qwen3_of(model)
     if config is None:
         return None

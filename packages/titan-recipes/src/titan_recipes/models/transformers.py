@@ -1,11 +1,13 @@
 """Route 1: a Qwen3 of Transformers 5 in TorchTitan's Transformers backend, with scaled_dot_product_attention.
 
 What TorchTitan 0.3.0's backend does otherwise, and why it is done here as it is:
-  attention  it has FlexAttention alone. Here the document mask, or the causal flag, reaches SDPA as HF's attention mask.
-  config     it reads config.json itself, with trust_remote_code=True. Here sizes come from a Qwen3Config: no file is read.
-  init       it patches PreTrainedModel for the whole process and leaves RoPE's inv_freq uninitialised with Transformers 5.24
-             (RoPE is then off while the loss falls). Here nothing is patched, and `init_states` writes every parameter and buffer.
-  experts    it fills a copy of each on the host at start-up. Here they are built on meta, by the native route's own config.
+  attention  it has FlexAttention alone. Here the document mask, or the causal flag, reaches SDPA as its mask.
+  config     it reads config.json itself, with trust_remote_code=True. Here sizes come from a Qwen3Config.
+  init       it patches PreTrainedModel for the whole process and leaves RoPE's inv_freq uninitialised with
+             Transformers 5.24 (RoPE is then off while the loss falls). Here nothing is patched, and `init_states`
+             writes every parameter and buffer.
+  experts    it fills a copy of each on the host at start-up. Here they are built on meta, by the native route's
+             config.
   ties       it unties embedding and head, which then train apart in some layouts. Here they are one parameter in all.
 
 Shapes: B = batch, L = sequence (K as keys), N = heads, H = head dim.
@@ -89,7 +91,9 @@ def _attend(
 
 
 class SDPAKernel(HFFlexKernel):
-    """The attention of one layer, under the sharding that the backend declares for its flex kernel (and `_all_keys`)."""
+    """The attention of one layer, under the sharding that the backend declares for its flex kernel (and
+    `_all_keys`).
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(HFFlexKernel.Config):
@@ -130,7 +134,9 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Transformers' attention interface; without a kernel (the model is not parallelised) it computes the same directly."""
+    """Transformers' attention interface; without a kernel (the model is not parallelised) it computes the same
+    directly.
+    """
     kernel = getattr(module, "_titan_flex_kernel", None)
     if kernel is None:
         return _attend(query, key, value, attention_mask, scaling), None
@@ -151,21 +157,26 @@ class TransformersQwen3(HFTransformerModel):
 
         @property
         def vocab_size(self) -> int:
+            """Rows of the vocabulary."""
             return self.qwen3.vocab_size
 
         @property
         def max_seq_len(self) -> int:
+            """Positions that the model knows."""
             return self.qwen3.max_sequence_length
 
         @property
         def tie_word_embeddings(self) -> bool:
+            """Whether head and embedding are one tensor."""
             return self.qwen3.tie_word_embeddings
 
         @property
         def n_layers(self) -> int:
+            """Number of decoder layers."""
             return self.qwen3.num_hidden_layers
 
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
+            """Take what depends on the layout from the run's config."""
             parallelism = config.parallelism
             self.load_balancer = parallelism.context_parallel_load_balancer
             if self.moe is not None:
@@ -178,6 +189,7 @@ class TransformersQwen3(HFTransformerModel):
                 )
 
         def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+            """Return the parameters, and the FLOPs of training on one token."""
             flops = training_flops_per_token(self.qwen3, seq_len)
             return sum(p.numel() for p in model.parameters()), round(flops)
 
@@ -203,7 +215,9 @@ class TransformersQwen3(HFTransformerModel):
             self.lm_head.weight = self.tok_embeddings.weight
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Put SDPA in the place of the flex kernels, under the same sharding, then shard; FSDP, later, sees tied weights."""
+        """Put SDPA in the place of the flex kernels, under the same sharding, then shard; FSDP, later, sees tied
+        weights.
+        """
         # A pipeline stage of embedding or head alone is left a dict of layers that HF's forward cannot slice.
         if not len(self.layers):
             self.model.model.layers = SliceableModuleDict()
@@ -245,7 +259,9 @@ class TransformersQwen3(HFTransformerModel):
         positions: torch.Tensor | None = None,
         attention_masks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """tokens [B, L] (a later pipeline stage: hidden states), positions [B, L] -> logits [B, L, V] (or hidden states)."""
+        """tokens [B, L] (a later pipeline stage: hidden states), positions [B, L] -> logits [B, L, V] (or hidden
+        states).
+        """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[0], -1)
         elif attention_masks is None:

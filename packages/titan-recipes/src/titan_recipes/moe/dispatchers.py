@@ -5,16 +5,16 @@
     use_dispatcher(spec, "capacity", capacity_factor=1.25)
     use_dispatcher(spec, "all-to-all")                    TorchTitan's: exact, but sizes follow the routing
 
-gather    On one rank the T*K rows, sorted by expert. With expert parallelism every rank gets the tokens of all ranks of its
-          group, works on the rows of its own experts, and the combined outputs are summed back to each token's rank. Exact,
-          no token is dropped. The rows are as many as the fullest routing needs: EP*T*min(K, E/EP).
+gather    On one rank the T*K rows, sorted by expert. With expert parallelism every rank gets the tokens of all ranks of
+          its group, works on the rows of its own experts, and the combined outputs are summed back to each token's
+          rank. Exact, no token is dropped. The rows are as many as the fullest routing needs: EP*T*min(K, E/EP).
 capacity  Each rank sends every rank `capacity_factor` times its share of rows (T*K/EP) in one exchange of equal splits.
           What does not fit is dropped: it adds nothing to its token, and the run logs how much.
 
 Collectives are torch's functional ones, with all-gather, reduce-scatter and all-to-all in equal splits only.
 
-Shapes: T = tokens of this rank, K = experts a token, D = model dim, E = experts, e = experts of this rank, EP = ranks that
-share the experts, G = EP*T tokens of all, R = rows of this rank's experts, S = EP*capacity rows sent.
+Shapes: T = tokens of this rank, K = experts a token, D = model dim, E = experts, e = experts of this rank, EP = ranks
+that share the experts, G = EP*T tokens of all, R = rows of this rank's experts, S = EP*capacity rows sent.
 """
 
 import math
@@ -56,7 +56,7 @@ class RowsMetadata:
     """What `combine` needs of a dispatch."""
 
     scores_TK: torch.Tensor
-    """Of the tokens that `placement` places: the group's (gather), else this rank's."""
+    """The scores of the tokens that `placement` places: the group's (gather), else this rank's."""
     placement: Placement
     received: Placement | None = None
     """capacity: the received rows among this rank's experts."""
@@ -68,7 +68,9 @@ class GatherTokenDispatcher(BaseEPTokenDispatcher):
     @dataclass(kw_only=True, slots=True)
     class Config(BaseEPTokenDispatcher.Config):
         block: int = 1
-        """Each expert's rows come in whole blocks of this many (128 for Neuron's torch._grouped_mm); what fills up is zero."""
+        """Each expert's rows come in whole blocks of this many (128 for Neuron's torch._grouped_mm); what fills up is
+        zero.
+        """
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -150,7 +152,7 @@ class CapacityTokenDispatcher(GatherTokenDispatcher):
         return take_rows(x_SD, received), counts_e, RowsMetadata(scores_TK=scores_TK, placement=sent, received=received)
 
     def combine(self, routed_output_RD: torch.Tensor, metadata: RowsMetadata, x_TD: torch.Tensor) -> torch.Tensor:
-        """As GatherTokenDispatcher's; a dropped choice adds nothing."""
+        """Combine as GatherTokenDispatcher does. A dropped choice adds nothing."""
         if metadata.received is None:
             return super().combine(routed_output_RD, metadata, x_TD)
         y_SD = _all_to_all(combine_rows(routed_output_RD, metadata.received), self.ep_mesh)
@@ -201,17 +203,21 @@ def use_dispatcher(spec: ModelSpec, name: Dispatcher, **options: Any) -> None:
     """Set the token dispatcher of every layer of a spec, on every route.
 
     Args:
+        spec: what is changed, in place.
+        name: `gather`, `capacity` or `all-to-all`; docs/experts.md says how to choose.
         options: `block` (gather, capacity) and `capacity_factor` (capacity).
 
     Raises:
-        UserError: a name or an option that there is not, a value that it cannot have, a model without a mixture of experts.
+        UserError: a name or an option that there is not, a value that it cannot have, a model without a mixture of
+            experts.
     """
     if name not in _DISPATCHERS:
         raise UserError(f"Dispatcher {name!r} is unknown; choose one of {', '.join(_DISPATCHERS)}.")
     layers = [config for _, config, _, _ in spec.model.traverse(RoutedExperts.Config)]
     if not layers:
         raise UserError(
-            f"Dispatcher {name!r} has nothing to dispatch: {spec.flavor} has no mixture of experts. Leave use_dispatcher out."
+            f"Dispatcher {name!r} has nothing to dispatch: {spec.flavor} has no mixture of experts. Leave "
+            "use_dispatcher out."
         )
     for config in layers:
         old = config.token_dispatcher

@@ -4,9 +4,9 @@
     config.override.imports = [kernel("experts", "layers.[0-3].*"), kernel("rope", "layers.0.*")]
     config.override.imports = [(kernel("experts"), {"provider": "nkilib"})]        AWS's kernels instead of ours
 
-On the command line: `--route kernels`, or `--override.imports titan_recipes.moe.kernels.experts`. An override's globs are fixed
-when it is registered, and one that matches nothing only warns in TorchTitan: `kernel` registers one per (operator, globs),
-`check_overrides` makes it an error, and compares sizes with nki-moe's limits, before a rank starts.
+On the command line: `--route kernels`, or `--override.imports titan_recipes.moe.kernels.experts`. An override's globs
+are fixed when it is registered, and one that matches nothing only warns in TorchTitan: `kernel` registers one per
+(operator, globs), `check_overrides` makes it an error, and compares sizes with nki-moe's limits, before a rank starts.
 
 Shapes: R = rows (routed tokens), E = experts here, D = model dim, F = expert hidden dim; B, L, N, M, H as nki_moe.rope.
 """
@@ -49,6 +49,7 @@ class NkiExperts(GroupedExperts):
         self.provider = config.provider
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        """Return the experts' outputs for rows sorted by expert, [R, D], by nki-moe."""
         w1_EFD, w2_EDF, w3_EFD = (
             w.to_local() if isinstance(w, DTensor) else w for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)
         )
@@ -92,8 +93,8 @@ for _factory, _target in _TARGETS.values():
 def kernel(name: Literal["experts", "rope"], *globs: str) -> str:
     """The entry of `config.override.imports` that puts nki-moe's operator where a module's name matches one of `globs`.
 
-    Names are the model's ("layers.3.moe.routed_experts.inner_experts"), globs those of fnmatch, whose `*` crosses dots; without
-    globs it is every layer. UserError for an unknown operator.
+    Names are the model's ("layers.3.moe.routed_experts.inner_experts"), globs those of fnmatch, whose `*` crosses dots;
+    without globs it is every layer. UserError for an unknown operator.
     """
     if name not in _TARGETS:
         raise UserError(f"nki-moe has no operator {name!r} for a model; choose one of {', '.join(_TARGETS)}.")
@@ -120,8 +121,8 @@ def is_kernel(entry: str | tuple[str, dict[str, Any]]) -> bool:
 def check_overrides(config: Any, device: str, *, planned: bool = False) -> list[str]:
     """A line for each override of a built config: what it replaces. Changes nothing.
 
-    UserError for an override that is unknown or replaces nothing, for two that meet, and for sizes or a backend that the kernels
-    on `device` do not have. `planned`: the device is elsewhere, so that its software is not looked for.
+    UserError for an override that is unknown or replaces nothing, for two that meet, and for sizes or a backend that
+    the kernels on `device` do not have. `planned`: the device is elsewhere, so that its software is not looked for.
     """
     entries = [(entry, {}) if isinstance(entry, str) else entry for entry in config.override.imports]
     if not entries:
@@ -155,8 +156,8 @@ def _check_kernel(claims: list["Claim"], config: Any, device: str, planned: bool
     p = config.parallelism
     if claims[0].ov.target_cls is CosSinRoPE.Config and p.tensor_parallel_degree > 1 and p.spmd_backend != "spmd_types":
         raise ValueError(
-            f"spmd_backend {p.spmd_backend!r} gives it DTensors under tensor parallelism, which nki_moe.rope does not take; use "
-            "spmd_types"
+            f"spmd_backend {p.spmd_backend!r} gives it DTensors under tensor parallelism, which nki_moe.rope does not "
+            "take; use spmd_types"
         )
     refusal = next(filter(None, (_refusal(claim, config, provider) for claim in claims)), None)
     if refusal is not None and backend != "torch":
@@ -192,7 +193,8 @@ def _claims_nothing(found: Override, config: Any) -> str:
     there = f"the config has {len(names)}, {names[0]} to {names[-1]}" if names else "the config has none"
     wanted = " or ".join(repr(glob) for glob in found.fqns or () if not glob.startswith(_ROOT))
     return (
-        f"Override {found.name} replaces nothing: it is for {_kind(found)}{f' named {wanted}' if wanted else ''}, and {there}.\n"
+        f"Override {found.name} replaces nothing: it is for {_kind(found)}{f' named {wanted}' if wanted else ''}, and "
+        f"{there}.\n"
         + ("Correct the glob" if names else "Choose a model that has some (experts: a mixture of experts)")
         + ", or take the override out of override.imports."
     )

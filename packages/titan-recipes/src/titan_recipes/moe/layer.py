@@ -1,8 +1,8 @@
 """The mixture of experts of all routes: TorchTitan's MoE, computed in the parameters' dtype and routed in float32.
 
-Stock, its experts compute in bfloat16 whatever the parameters are, and its router leaves float32 to an autocast that CPU
-does not have. With these two classes the layer is qwen3-core's to float32's last digits, so routes can be compared; under
-FSDP's mixed precision both see bfloat16 as before. A kernel takes the experts' place by `@override` on
+Stock, its experts compute in bfloat16 whatever the parameters are, and its router leaves float32 to an autocast that
+CPU does not have. With these two classes the layer is qwen3-core's to float32's last digits, so routes can be compared;
+under FSDP's mixed precision both see bfloat16 as before. A kernel takes the experts' place by `@override` on
 `GroupedExperts.Config`, as with the stock ones.
 
 Shapes: E = experts, D = model dim, F = expert hidden dim, R = routed tokens.
@@ -41,6 +41,7 @@ class SameDtypeExperts(GroupedExperts):
         pass
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        """Compute as TorchTitan's class does, in the parameters' dtype."""
         w1_EFD, w2_EDF, w3_EFD = (
             w.to_local() if isinstance(w, DTensor) else w for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)
         )
@@ -70,6 +71,7 @@ class ContiguousRoutedExperts(RoutedExperts):
         topk_expert_ids_BLK: torch.Tensor,
         num_local_tokens_per_expert_E: torch.Tensor,
     ) -> torch.Tensor:
+        """Compute as TorchTitan's class does, in the parameters' dtype."""
         return super().forward(
             x_BLD.contiguous(),
             topk_scores_BLK.contiguous(),
@@ -79,13 +81,16 @@ class ContiguousRoutedExperts(RoutedExperts):
 
 
 class Float32Linear(Linear):
-    """A bias-free Linear that computes and returns float32: the router's gate, where ties in bfloat16 would decide experts."""
+    """A bias-free Linear that computes and returns float32: the router's gate, where ties in bfloat16 would decide
+    experts.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
         pass
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Compute as TorchTitan's class does, in the parameters' dtype."""
         return F.linear(input.float(), self.weight.float())
 
 
@@ -120,7 +125,9 @@ def moe_config(config: Qwen3Config, init: Callable[[torch.Tensor], object]) -> M
 
 
 def keep_choices(old: BaseModel.Config, new: BaseModel.Config) -> None:
-    """Give the mixtures of `new` the token dispatcher and the auxiliary loss that a recipe chose for those of `old`, if it has any."""
+    """Give the mixtures of `new` the token dispatcher and the auxiliary loss that a recipe chose for those of `old`, if
+    it has any.
+    """
     chosen = [config for _, config, _, _ in old.traverse(MoE.Config)]
     if not chosen:
         return

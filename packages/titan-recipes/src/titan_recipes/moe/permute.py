@@ -1,4 +1,5 @@
-"""Rows of a fixed number for tokens that choose experts: where each choice goes, tokens to rows, and rows back to tokens.
+"""Rows of a fixed number for tokens that choose experts: where each choice goes, tokens to rows, and rows back to
+tokens.
 
 No shape depends on the routing. Rows that hold no choice are zero in what `take_rows` returns when they lie between the
 experts' own, undefined after the last expert's, and never contribute to a result or a gradient, whatever they hold.
@@ -62,11 +63,14 @@ def _placement(row_N: torch.Tensor, here_N: torch.Tensor, rows: int, choices: in
 
 
 def pack(expert_TK: torch.Tensor, experts: int, rows: int, block: int = 1) -> tuple[Placement, torch.Tensor]:
-    """Rows sorted by expert, those of an expert in whole blocks of `block`; and the rows of each expert, blocks filled up.
+    """Rows sorted by expert, those of an expert in whole blocks of `block`; and the rows of each expert, blocks filled
+    up.
 
     Args:
         expert_TK: 0 to experts - 1, or `experts` for a choice that gets no row.
+        experts: number of experts.
         rows: at least what the fullest routing needs, see `packed_rows`.
+        block: rows of a block.
     """
     choices = expert_TK.shape[1]
     expert_N = expert_TK.reshape(-1)
@@ -79,7 +83,7 @@ def pack(expert_TK: torch.Tensor, experts: int, rows: int, block: int = 1) -> tu
 
 
 def pack_all(expert_TK: torch.Tensor) -> Placement:
-    """As `pack`, for choices that all get a row and blocks of 1: T*K rows, none of them empty."""
+    """Do what `pack` does, for choices that all get a row and blocks of 1: T*K rows, none of them empty."""
     order_N, row_N = _sort(expert_TK.reshape(-1))
     return Placement(row_N.view(expert_TK.shape), order_N, None, None, False)
 
@@ -178,7 +182,10 @@ def _sums(y_RD: torch.Tensor, p: Placement, scores_TK: torch.Tensor | None = Non
 
 
 def _blocks(rows: int, least: int) -> list[slice]:
-    """What is worked on at once: a sixteenth. All copies of the worst case, in float32, are most of a rank's memory otherwise."""
+    """What is worked on at once: a sixteenth.
+
+    All copies of the worst case, in float32, are most of a rank's memory otherwise.
+    """
     size = max(-(-rows // BLOCKS), least)
     return [slice(first, first + size) for first in range(0, rows, size)]
 

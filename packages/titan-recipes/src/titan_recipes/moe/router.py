@@ -2,17 +2,18 @@
 
     use_balance_loss(spec, 0.001)   Transformers' router_aux_loss_coef
 
-The loss is E * sum over experts of f_e * P_e: f_e the share of tokens that chose expert e (each token counts K times), P_e the
-mean probability that the router gives it, both over all layers (Transformers' load_balancing_loss_func; Switch Transformer,
-arXiv 2101.03961, equations 4 to 6).
+The loss is E * sum over experts of f_e * P_e: f_e the share of tokens that chose expert e (each token counts K times),
+P_e the mean probability that the router gives it, both over all layers (Transformers' load_balancing_loss_func; Switch
+Transformer, arXiv 2101.03961, equations 4 to 6).
 
 What it averages over: the tokens of one micro-batch on all ranks together, so that a layout does not change it; and the
-micro-batches of a step, each alike. Padding counts as tokens. It is not part of the loss that a run prints but stands beside it
-as `balance_loss`, without its coefficient: K when all experts are used alike, E when all tokens choose the same.
+micro-batches of a step, each alike. Padding counts as tokens. It is not part of the loss that a run prints but stands
+beside it as `balance_loss`, without its coefficient: K when all experts are used alike, E when all tokens choose the
+same.
 
-How: f has no gradient, so dLoss/dP_e = E * f_e / rows is known once all layers have chosen. A layer adds up its probabilities
-and hands this on in backward; nothing of the trainer's loss changes, and a forward pass that activation checkpointing runs again
-counts nothing.
+How: f has no gradient, so dLoss/dP_e = E * f_e / rows is known once all layers have chosen. A layer adds up its
+probabilities and hands this on in backward; nothing of the trainer's loss changes, and a forward pass that activation
+checkpointing runs again counts nothing.
 
 `RoutingWatch` is what a run logs of this and of dropped tokens.
 
@@ -40,7 +41,7 @@ class BalanceLoss:
 
     def __init__(self, coefficient: float, layers: int) -> None:
         self.coefficient = coefficient
-        """Of one micro-batch: the recipe's, divided by the micro-batches of a step."""
+        """The coefficient of one micro-batch: the recipe's, divided by the micro-batches of a step."""
         self.layers = layers
         self._sums: list[torch.Tensor] = []
         self._gradient_E = torch.zeros(())
@@ -68,7 +69,7 @@ class BalanceLoss:
         self._values.append(E * (counts_E * sum_E).sum() / rows**2)
 
     def gradient_E(self) -> torch.Tensor:
-        """Of coefficient * loss, by the sum of probabilities of any layer."""
+        """Return the gradient of coefficient * loss by the sum of probabilities of any layer."""
         assert not self._sums, f"{len(self._sums)} of {self.layers} layers reported before backward"
         return self._gradient_E
 
@@ -106,6 +107,7 @@ class BalancedRouter(TokenChoiceTopKRouter):
     def forward(
         self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Route as TorchTitan does, and add the auxiliary loss to the gradients."""
         topk_scores_BLK, ids_BLK, scores_BLE = super().forward(x_BLD, expert_bias_E)
         if self.balance is not None and self.training and scores_BLE.requires_grad:
             sum_E = scores_BLE.sum((0, 1))
@@ -135,8 +137,8 @@ def refuse_balance(spec: ModelSpec, parallelism: Any) -> None:
         return
     if parallelism.pipeline_parallel_degree > 1:
         raise UserError(
-            "The auxiliary loss needs the routing of all layers, which pipeline stages do not share. Use expert parallelism in "
-            "place of pipeline parallelism, or train without it: use_balance_loss(spec, 0)."
+            "The auxiliary loss needs the routing of all layers, which pipeline stages do not share. Use expert "
+            "parallelism in place of pipeline parallelism, or train without it: use_balance_loss(spec, 0)."
         )
     if parallelism.tensor_parallel_degree > 1 and parallelism.spmd_backend != "spmd_types":
         raise UserError(
@@ -168,7 +170,7 @@ class RoutingWatch:
         self._modules = [module for part in parts for module in part.modules()]
 
     def record(self) -> dict[str, float]:
-        """Since the last call. Call it on every rank."""
+        """Return the figures since the last call. Call it on every rank."""
         found: dict[str, float] = {}
         if self.drops:
             dropped, choices = self._drops()

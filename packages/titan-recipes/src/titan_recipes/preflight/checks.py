@@ -30,7 +30,8 @@ def _check_remote_code(config: Any) -> None:
     """Folders that this run, or who loads its export, reads configuration from."""
     if getattr(config, "hf_model", ""):
         raise UserError(
-            f"hf_model {config.hf_model!r}: TorchTitan reads that config with trust_remote_code=True, which runs code from its folder.\n"
+            f"hf_model {config.hf_model!r}: TorchTitan reads that config with trust_remote_code=True, which runs code "
+            "from its folder.\n"
             "Build the model spec with titan_recipes.transformers(...) instead."
         )
     checkpoint = config.checkpoint
@@ -61,13 +62,17 @@ def _check_tokenizer(config: Any) -> None:
     rows = config.model_spec.model.vocab_size
     if max(ids) >= rows:
         raise UserError(
-            f"The tokenizer in {folder} has ids up to {max(ids)}, but the model has {rows} embedding rows (ids 0 to {rows - 1}).\n"
-            f"Set vocab_size to at least {max(ids) + 1} in the recipe, or point --hf_assets_path at the model's own tokenizer."
+            f"The tokenizer in {folder} has ids up to {max(ids)}, but the model has {rows} embedding rows (ids 0 to "
+            f"{rows - 1}).\n"
+            f"Set vocab_size to at least {max(ids) + 1} in the recipe, or point --hf_assets_path at the model's own "
+            "tokenizer."
         )
 
 
 def _check_data(config: Any) -> None:
-    """Tokenise what the run will read, unless that was done before, say how much it is, and that each part of it has some."""
+    """Tokenise what the run will read, unless that was done before, say how much it is, and that each part of it has
+    some.
+    """
     loaders = [config.dataloader, *([validation_data(config)] if config.validator.enable else [])]
     loaders = [loader for loader in loaders if isinstance(loader, TextDataLoader.Config)]
     if not loaders:
@@ -92,7 +97,8 @@ def _check_folder(config: Any, resume: bool) -> None:
         return
     if checkpoint.last_save_in_hf:
         raise UserError(
-            "checkpoint.last_save_in_hf leaves a last step without config, tokenizer and optimizer, from which no run goes on.\n"
+            "checkpoint.last_save_in_hf leaves a last step without config, tokenizer and optimizer, from which no run "
+            "goes on.\n"
             "Leave it out: every run writes the Hugging Face folder, hf/, by itself."
         )
     folder = Path(config.dump_folder) / checkpoint.folder
@@ -115,8 +121,9 @@ def _check_weights(config: Any, resume: bool) -> None:
     if not checkpoint.enable:
         if path or checkpoint.initial_load_in_hf:
             raise UserError(
-                f"The weights in {path or config.hf_assets_path} would not be read, since checkpoint.enable is off: the run would start "
-                "from random ones.\nTo load them and save nothing: --checkpoint.load_only in the place of --checkpoint.no-enable."
+                f"The weights in {path or config.hf_assets_path} would not be read, since checkpoint.enable is off: "
+                "the run would start from random ones.\nTo load them and save nothing: --checkpoint.load_only in the "
+                "place of --checkpoint.no-enable."
             )
         return
     if not path or (resume and complete_steps(Path(config.dump_folder) / checkpoint.folder)):
@@ -124,7 +131,8 @@ def _check_weights(config: Any, resume: bool) -> None:
     folder = Path(path)
     if not folder.is_dir():
         raise UserError(
-            f"checkpoint.initial_load_path {path!r} is no folder here; weights come from a Hugging Face folder or a TorchTitan step.\n"
+            f"checkpoint.initial_load_path {path!r} is no folder here; weights come from a Hugging Face folder or a "
+            "TorchTitan step.\n"
             "A Hub id in the local cache is found by --model."
         )
     if not checkpoint.initial_load_in_hf and not is_step(folder):

@@ -1,4 +1,5 @@
-"""`--dry-run`: a run planned for a machine that is not here. Mesh, memory and one step's shapes; no Neuron package needed.
+"""`--dry-run`: a run planned for a machine that is not here. Mesh, memory and one step's shapes; no Neuron package
+needed.
 
 Rank 0 of a fake process group of the plan's whole world builds TorchTitan's meshes and its parallelised model under
 FakeTensorMode, and computes one step of shapes. Nothing is compiled and no collective moves a byte.
@@ -158,7 +159,10 @@ def _step_of_shapes(config: Any, model: Any, dims: Any, plan: ParallelPlan, shap
 
 
 def _local_parameters(model: Any, plan: ParallelPlan, shape: ModelShape) -> list[str]:
-    """TorchTitan's shards beside the planner's. AssertionError when they differ, because one of the two is then wrong."""
+    """TorchTitan's shards beside the planner's.
+
+    AssertionError when they differ, because one of the two is then wrong.
+    """
     from torch.distributed.tensor import DTensor
 
     rows = {

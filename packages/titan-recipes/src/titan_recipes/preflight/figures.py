@@ -2,8 +2,8 @@
 
     nox -s figures                     rehearses every recipe at full depth, writes recipes/figures.json and the table
 
-`recipes/figures.json` is the one place where they stand. `apps/train --list` shows them, docs/recipes.md has their table
-between two marks, and tests compare both with the recipes.
+`recipes/figures.json` is the one place where they stand. `apps/train --list` shows them, docs/recipes.md has their
+table between two marks, and tests compare both with the recipes.
 """
 
 import json

@@ -1,7 +1,7 @@
 """A parallel layout that cannot work is refused before a rank starts.
 
-The rules of layouts are neuron_parallel.plan's; here its findings get the names of TorchTitan's options. What stands here
-besides are rules of TorchTitan's configuration itself: spmd backends, schedules, load balancers.
+The rules of layouts are neuron_parallel.plan's; here its findings get the names of TorchTitan's options. What stands
+here besides are rules of TorchTitan's configuration itself: spmd backends, schedules, load balancers.
 """
 
 from types import SimpleNamespace
@@ -99,13 +99,14 @@ def _check_backend(config: Any) -> None:
         return
     if p.spmd_backend != "spmd_types":
         raise UserError(
-            f"parallelism.spmd_backend is {p.spmd_backend!r}; TorchTitan's Transformers backend knows 'spmd_types' alone.\n"
+            f"parallelism.spmd_backend is {p.spmd_backend!r}; TorchTitan's Transformers backend knows 'spmd_types' "
+            "alone.\n"
             "Use --parallelism.spmd_backend spmd_types, or --route native."
         )
     if p.tensor_parallel_degree > 1 and not p.enable_sequence_parallel:
         raise UserError(
-            "parallelism.enable_sequence_parallel is off, but TorchTitan's Transformers backend always splits the sequence with tensor "
-            "parallel.\nLeave it on, or use --route native."
+            "parallelism.enable_sequence_parallel is off, but TorchTitan's Transformers backend always splits the "
+            "sequence with tensor parallel.\nLeave it on, or use --route native."
         )
 
 
@@ -115,14 +116,15 @@ def _check_context_parallel(config: Any) -> None:
         return
     if p.spmd_backend != "spmd_types":
         raise UserError(
-            f"Context parallel under parallelism.spmd_backend {p.spmd_backend!r} is not supported: TorchTitan gathers the keys of all "
-            "ranks for an attention of ours under 'spmd_types' alone.\n"
+            f"Context parallel under parallelism.spmd_backend {p.spmd_backend!r} is not supported: TorchTitan gathers "
+            "the keys of all ranks for an attention of ours under 'spmd_types' alone.\n"
             "Use --parallelism.spmd_backend spmd_types, or --parallelism.context_parallel_degree 1."
         )
     if p.context_parallel_load_balancer not in (None, "headtail"):
         raise UserError(
-            f"context_parallel_load_balancer {p.context_parallel_load_balancer!r} balances FlexAttention's block masks, which this "
-            "toolkit's attention does not have.\nUse headtail or None: a dense mask gives every rank the same work."
+            f"context_parallel_load_balancer {p.context_parallel_load_balancer!r} balances FlexAttention's block "
+            "masks, which this toolkit's attention does not have.\nUse headtail or None: a dense mask gives every "
+            "rank the same work."
         )
 
 
@@ -144,7 +146,8 @@ def _check_schedule(config: Any) -> None:
         _split_layers(p, model)
     except ValueError as error:
         raise UserError(
-            f"{p.pipeline_parallel_degree} pipeline stages with the {p.pipeline_parallel_schedule} schedule do not fit the model: {error}\n"
+            f"{p.pipeline_parallel_degree} pipeline stages with the {p.pipeline_parallel_schedule} schedule do not fit "
+            f"the model: {error}\n"
             "Change pipeline_parallel_degree, pipeline_parallel_layers_per_stage or the stages' *_less_layers."
         ) from None
 

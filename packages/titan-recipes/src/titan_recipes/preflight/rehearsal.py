@@ -1,8 +1,9 @@
-"""Build a recipe at its own world size and take one step of it, in one process that has neither the ranks nor the memory.
+"""Build a recipe at its own world size and take one step of it, in one process that has neither the ranks nor the
+memory.
 
 Process groups are torch's fake ones and tensors carry shapes only, so what runs is TorchTitan's own set-up, forward,
-backward and optimizer: a degree that does not divide, a wrong shape, an operator without a shape rule fail here. Values,
-kernels, compilation and communication are not rehearsed.
+backward and optimizer: a degree that does not divide, a wrong shape, an operator without a shape rule fail here.
+Values, kernels, compilation and communication are not rehearsed.
 
     rehearse(config, world_size=64).peak_gib      what torch's operators would have allocated on a rank
 """
@@ -51,16 +52,17 @@ class Rehearsed:
     """What one rank of the run would hold."""
 
     parameters: int
-    """On this rank, after sharding."""
+    """Parameters on this rank, after sharding."""
     total_parameters: int
     data_ranks: int
     peak_gib: float
-    """Most bytes of tensors alive in a step, once there is an optimizer's state. A device adds its runtime, communication
-    buffers and fragments."""
+    """Most bytes of tensors alive in a step, once there is an optimizer's state. A device adds its runtime,
+    communication buffers and fragments."""
 
 
 def rehearse(config: Trainer.Config, *, world_size: int, layers: int | None = None) -> Rehearsed:
-    """One step of `config` on rank 0 of `world_size` fake ranks. `layers` keeps the first so many: the others are alike.
+    """One step of `config` on rank 0 of `world_size` fake ranks. `layers` keeps the first so many: the others are
+    alike.
 
     Needs the device to be set (`set_device`); operators are those of that device. Raises what the run would raise.
     """
@@ -139,8 +141,8 @@ class _Rehearsal(Trainer):
     def one_step(self, peak: "Peak") -> int:
         """Forward, backward, clipping and the optimizer's step; the most bytes that such a step of a longer run needs.
 
-        A later step begins with the optimizer's state, which this one makes at its end: it is added to what forward and backward
-        took. A later micro-batch finds gradients, as this one does where there are several.
+        A later step begins with the optimizer's state, which this one makes at its end: it is added to what forward and
+        backward took. A later micro-batch finds gradients, as this one does where there are several.
         """
         if self.gradient_accumulation_steps > 1:
             for parameter in (p for part in self.model_parts for p in part.parameters()):

@@ -1,4 +1,6 @@
-"""After training, on the rank that prints: the Hugging Face folder, a fresh interpreter's word on it, the loss curve and the summary."""
+"""What the rank that prints does after training: the Hugging Face folder, its check in a fresh interpreter, the loss
+curve and the summary.
+"""
 
 import json
 import subprocess
@@ -33,7 +35,10 @@ COUNTED_TOKENS = 20_000_000
 
 
 def publish(trainer: Trainer) -> None:
-    """Export the last checkpoint to <run>/hf, check it, draw loss.png, print what the run left. One rank, after training."""
+    """Export the last checkpoint to <run>/hf, check it, draw loss.png, print what the run left.
+
+    One rank, after training.
+    """
     config = trainer.config
     run = Path(config.dump_folder)
     step = complete_steps(run / config.checkpoint.folder)[-1]
@@ -69,8 +74,8 @@ def _reload_text(result: Reload) -> str:
     missing, unexpected = result["missing"], result["unexpected"]
     good = not missing and not unexpected and result["max_difference"] <= LOGITS_TOLERANCE
     text = (
-        f"reloaded in Transformers {result['transformers']}: {len(missing)} missing keys, {len(unexpected)} unexpected, "
-        f"largest float32 logit difference {result['max_difference']:.1e}"
+        f"reloaded in Transformers {result['transformers']}: {len(missing)} missing keys, {len(unexpected)} "
+        f"unexpected, largest float32 logit difference {result['max_difference']:.1e}"
     )
     if good:
         return text

@@ -1,4 +1,6 @@
-"""Reload an exported folder in Transformers and compare its logits with a probe's. Runs in an interpreter of its own:
+"""Reload an exported folder in Transformers and compare its logits with a probe's.
+
+It runs in an interpreter of its own:
 
     python -m titan_recipes.publish.reload HF_FOLDER PROBE.safetensors
 

@@ -1,4 +1,6 @@
-"""Device memory of all ranks: the peak since the last look, on which rank, of how much; a warning before it runs out."""
+"""Device memory of all ranks: the peak since the last look, on which rank, of how much; a warning before it
+runs out.
+"""
 
 import logging
 import math
@@ -32,10 +34,11 @@ class MemoryPeaks:
 
     @property
     def highest(self) -> float:
+        """The highest peak of any rank, in bytes."""
         return self.by_rank[self.rank]
 
     def record(self) -> dict[str, Any]:
-        """For metrics.jsonl; None where nothing is known."""
+        """Return the figures for metrics.jsonl; None where nothing is known."""
         return {
             "memory_gib": None if math.isnan(self.highest) else self.highest,
             "memory_rank": self.rank,
@@ -53,7 +56,10 @@ class MemoryWatch:
         self.warned = False
 
     def look(self) -> MemoryPeaks:
-        """Every rank's peak since the monitor was reset. Warns once, when the highest is over WARN_AT of the capacity."""
+        """Every rank's peak since the monitor was reset.
+
+        Warns once, when the highest is over WARN_AT of the capacity.
+        """
         utils.device_module.synchronize()  # Neuron's statistics mean something only after this
         stats = self.monitor.get_peak_stats()
         known = [peak for peak in (stats.max_reserved_gib, stats.max_active_gib) if peak >= 0]
@@ -65,7 +71,8 @@ class MemoryWatch:
             self.warned = True
             log.warning(
                 "device memory peaked at %.2f of %.2f GiB (%.0f%%) on rank %d: the next longer step may not fit. Lower "
-                "training.local_batch_size or seq_len, save less (activation_checkpoint:full), or shard over more ranks.",
+                "training.local_batch_size or seq_len, save less (activation_checkpoint:full), or shard over more "
+                "ranks.",
                 found.highest,
                 found.capacity,
                 100 * found.highest / found.capacity,

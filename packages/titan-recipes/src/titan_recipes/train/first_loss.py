@@ -47,18 +47,21 @@ def _moments(weight: torch.Tensor) -> tuple[float, float, int]:
 
 
 def report_first_loss(loss: float, expected: ExpectedLoss, vocab_size: int, weights_were_loaded: bool) -> None:
-    """Say the first loss and a random model's; warn when loaded weights behave like none, or when there is nothing to learn."""
+    """Say the first loss and a random model's; warn when loaded weights behave like none, or when there is nothing to
+    learn.
+    """
     if loss == 0:
         log.warning("the first step had no label, so its loss says nothing: its sequences are prompts alone")
         return
     say(
-        f"first loss {loss:.4f}; a random model of these sizes has {expected.value:.4f} +- {expected.standard_error:.4f} "
-        "on random targets"
+        f"first loss {loss:.4f}; a random model of these sizes has {expected.value:.4f} +- "
+        f"{expected.standard_error:.4f} on random targets"
     )
     if weights_were_loaded and loss > math.log(vocab_size) - KNOWS_NOTHING:
         log.warning(
             "the weights were loaded, but the first loss %.2f is that of a model that knows nothing (ln %d = %.2f). "
-            "If they were trained, something is wrong with them, with the tokenizer, or with rope_theta in config.json.",
+            "If they were trained, something is wrong with them, with the tokenizer, or with rope_theta in "
+            "config.json.",
             loss,
             vocab_size,
             math.log(vocab_size),

@@ -57,6 +57,7 @@ class RunMetrics(MetricsProcessor):
         self.time_last_log = time.perf_counter()
 
     def should_log(self, step: int) -> bool:
+        """Log the last step too."""
         return super().should_log(step) or step == self.total_steps
 
     def log(
@@ -67,6 +68,7 @@ class RunMetrics(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
+        """Print a line of progress, and write it to metrics.jsonl and TensorBoard."""
         now = time.perf_counter()
         seconds = now - self.time_last_log
         data_ranks = self.parallel_dims.world_size // self.parallel_dims.non_data_parallel_size
@@ -104,6 +106,7 @@ class RunMetrics(MetricsProcessor):
         self._reset()
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+        """Print the loss on held-out text, and write it."""
         self.validation_loss = loss
         self._write(step, {"step": step, "validation_loss": loss, **(extra_metrics or {})})
         if self.prints:

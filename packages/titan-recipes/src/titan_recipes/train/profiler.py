@@ -18,7 +18,10 @@ __all__ = ["TRACED_STEP", "StepProfiler"]
 log = logging.getLogger(__name__)
 
 TRACED_STEP = 4
-"""Of this process, from 1: the first three pay for warming up, and on Neuron for compiling."""
+"""The step of this process that is traced, counted from 1.
+
+The first three pay for warming up, and on Neuron for compiling.
+"""
 
 # TorchTitan's profiler knows CUDA and XPU; Neuron is PyTorch's PrivateUse1.
 _ACTIVITIES = {"cuda": ProfilerActivity.CUDA, "neuron": ProfilerActivity.PrivateUse1}

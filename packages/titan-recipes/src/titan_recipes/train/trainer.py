@@ -1,4 +1,6 @@
-"""TorchTitan's trainer with hooks: progress, a stop between steps, assets in each checkpoint, held-out validation data."""
+"""TorchTitan's trainer with hooks: progress, a stop between steps, assets in each checkpoint, held-out
+validation data.
+"""
 
 import logging
 from collections.abc import Iterator
@@ -46,7 +48,10 @@ class Trainer(titan.Trainer):
         checkpoint: BaseCheckpointManager.Config = field(default_factory=StepCheckpoints.Config)
 
         expected_trainable: int | None = None
-        """Number of parameters that must train; a recipe that freezes some says how many are left. None: not checked."""
+        """Number of parameters that must train; a recipe that freezes some says how many are left.
+
+        None: not checked.
+        """
 
     config: Config
     checkpointer: StepCheckpoints
@@ -80,7 +85,9 @@ class Trainer(titan.Trainer):
         self._report_parameters()
 
     def _report_parameters(self) -> None:
-        """Say how many parameters there are and how many train, of all pipeline stages; UserError if a recipe expects others."""
+        """Say how many parameters there are and how many train, of all pipeline stages; UserError if a recipe expects
+        others.
+        """
         parameters = [p for part in self.model_parts for p in part.parameters()]
         counts = torch.tensor(
             [sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)]
@@ -93,7 +100,8 @@ class Trainer(titan.Trainer):
         say(f"model: {self.config.model_spec.flavor}, {total:,} parameters, {trainable:,} trainable")
         if self.config.expected_trainable not in (None, trainable):
             raise UserError(
-                f"The recipe expects {self.config.expected_trainable:,} trainable parameters; {trainable:,} of {total:,} would train."
+                f"The recipe expects {self.config.expected_trainable:,} trainable parameters; {trainable:,} of "
+                f"{total:,} would train."
             )
 
     def _pad_data_to_whole_steps(self) -> None:
@@ -112,7 +120,8 @@ class Trainer(titan.Trainer):
             ends = [getattr(getattr(part, name, None), "weight", None) for name in ("tok_embeddings", "lm_head")]
             if ends[0] is not ends[1]:
                 raise UserError(
-                    "The model ties its head to its embedding, but in this layout they are two parameters that would train apart.\n"
+                    "The model ties its head to its embedding, but in this layout they are two parameters that would "
+                    "train apart.\n"
                     "Choose another layout (no pipeline parallelism), or tie_word_embeddings=False."
                 )
 
@@ -125,8 +134,9 @@ class Trainer(titan.Trainer):
         self.validated_step = step
 
     def train(self) -> None:
-        """Train to the last step, a signal or the end of the data; leave a checkpoint of the last finished step and, unless
-        interrupted, a validation loss."""
+        """Train to the last step, a signal or the end of the data; leave a checkpoint of the last finished step and,
+        unless interrupted, a validation loss.
+        """
         self.stop.install()
         super().train()
         self.step = self.finished_step  # TorchTitan counts the step that ran out of data
@@ -140,6 +150,7 @@ class Trainer(titan.Trainer):
             self.checkpointer.maybe_wait_for_saving()
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]) -> None:
+        """Take one step; a loss that is not finite ends the run with its step."""
         not_finite: RuntimeError | None = None
         try:
             super().train_step(data_iterator)
@@ -170,10 +181,13 @@ class Trainer(titan.Trainer):
         report_first_loss(loss, expected, self.model_config.vocab_size, self.checkpointer.loaded)
 
     def state_dict(self) -> dict[str, int]:
-        """TorchTitan's, with the tokens that all ranks saw: its own per-rank count is wrong on another number of ranks."""
+        """TorchTitan's, with the tokens that all ranks saw: its own per-rank count is wrong on another
+        number of ranks.
+        """
         return {"step": self.step, "ntokens_seen": self.ntokens_seen * self._data_ranks}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Go on from a step, on any number of data-parallel ranks."""
         self.step = state_dict["step"]
         self.ntokens_seen = state_dict["ntokens_seen"] // self._data_ranks
 
@@ -189,6 +203,7 @@ class Trainer(titan.Trainer):
         return self.step >= self.config.training.steps
 
     def should_continue_training(self) -> bool:
+        """Say whether to take another step: not after a signal, nor after the last."""
         if self.metrics_processor.total_steps == 0:  # first call: weights are loaded, no step was made
             self.metrics_processor.start(self.step, self.config.training.steps)
             self.finished_step = self.step
@@ -201,6 +216,7 @@ class Trainer(titan.Trainer):
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """Look at the batch's shapes, then do what TorchTitan does."""
         self.shapes.see({**input_dict, "labels": labels})
         return super().post_dataloading_process(input_dict, labels)
 

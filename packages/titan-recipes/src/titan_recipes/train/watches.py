@@ -30,14 +30,16 @@ class LossWatch:
         self._unseen.append((step, loss))
 
     def check(self, highest: Callable[[int], int] = int) -> None:
-        """Raise UserError with the first step whose loss was not finite; `highest` of all ranks asks for one on any rank."""
+        """Raise UserError with the first step whose loss was not finite; `highest` of all ranks asks for one on any
+        rank.
+        """
         seen, self._unseen = self._unseen, []
         bad = -highest(-next((step for step, loss in seen if not bool(loss.isfinite().all())), _NEVER))
         if bad < _NEVER:
             raise UserError(
                 f"The loss of step {bad} is not finite; nothing was saved since. The checkpoints before are good.\n"
-                "Look at that step's batch (positions, ids, labels), lower the learning rate, or resume from the last checkpoint "
-                "with other data (--dataloader.seed)."
+                "Look at that step's batch (positions, ids, labels), lower the learning rate, or resume from the last "
+                "checkpoint with other data (--dataloader.seed)."
             )
 
 
@@ -48,6 +50,7 @@ class ShapeWatch:
         self.seen: list[str] = []
 
     def see(self, batch: dict[str, torch.Tensor]) -> None:
+        """Warn when a batch has a shape that no batch had before."""
         signature = ", ".join(f"{name} {tuple(t.shape)} {str(t.dtype)[6:]}" for name, t in sorted(batch.items()))
         if signature in self.seen:
             return
