@@ -141,7 +141,7 @@ def test_the_old_name_says_the_new_one() -> None:
 
 @pytest.mark.soak
 def test_qwen3_4b_at_random_has_the_expected_loss() -> None:
-    """At its real size, in bfloat16 on CPU: about 10 GB and a few minutes."""
+    """Its real size, in bfloat16 on CPU: about 10 GB and a few minutes."""
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) / 1e6
     if available < 11:

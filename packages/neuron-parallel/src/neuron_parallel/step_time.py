@@ -2,7 +2,7 @@
 
     step = (max(compute, memory, fsdp) + tp + cp + ep) * (1 + (pp - 1) / micro-batches) + replicas + optimizer
 
-    compute    3 forward passes' FLOPs (1 forward, 2 backward) and those that checkpointing repeats, by (peak*efficiency)
+    compute    3 forward passes' FLOPs (1 forward, 2 backward) and those that checkpointing repeats / (peak*efficiency)
     memory     weights read 3 times and kept activations written and read / HBM bandwidth
     fsdp       two all-gathers and one reduce-scatter of every layer, hidden behind compute as far as it goes
     tp cp ep   all-gathers, reduce-scatters and all-to-alls that the next product waits for

@@ -16,7 +16,7 @@ MAX_EXPERTS = 512  # a launch's tables stay small; Qwen3 has 128
 
 
 class Split(NamedTuple):
-    """Into how many parts F and D are cut, so that SBUF holds the weights of one part.
+    """The numbers of parts into which F and D are cut, so that SBUF holds the weights of one part.
 
     `whole` means that it holds an expert at once, and that there is one pass.
     """
@@ -27,8 +27,8 @@ class Split(NamedTuple):
 
 
 class SumSplit(NamedTuple):
-    """Into how many parts a core's share of F is cut, so that SBUF holds its sums; and F of experts of one tile, which
-    need no sums; and D.
+    """The numbers of parts into which a core's share of F is cut, so that SBUF holds its sums; and F of experts of one
+    tile, which need no sums; and D.
     """
 
     f_splits: int

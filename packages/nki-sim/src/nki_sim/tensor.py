@@ -226,7 +226,7 @@ class NkiTensor:
         return self._replace(dim, (size,), (self.strides[dim],), index=index)
 
     def _drop(self, dim: int) -> "tuple[NkiTensor, int]":
-        """Without a dimension of size 1, unless it must stay, and the next dimension to index."""
+        """Return the view without a dimension of size 1, unless it must stay, and the next dimension to index."""
         stays = (self.buffer.on_chip and (dim == 0 or self.ndim == 2)) or self.ndim == 1
         return (self, dim + 1) if stays else (self._replace(dim, (), ()), dim)
 
@@ -272,7 +272,7 @@ class NkiTensor:
         return self._with((*self.shape[:dim], 1, *self.shape[dim:]), (*self.strides[:dim], 0, *self.strides[dim:]))
 
     def squeeze_dim(self, dim: int) -> "NkiTensor":
-        """Without a dimension of size 1."""
+        """Return the view without a dimension of size 1."""
         dim = self._dim(dim, free=True)
         need(self.shape[dim] == 1, "view", "squeeze_dim: dimension {} of {} is not of size 1", dim, self)
         return self._replace(dim, (), ())

@@ -32,7 +32,7 @@ def line(x: Array) -> Array:
 
 
 def like(x: Array, target: NkiTensor) -> Array:
-    """In the target's shape; a column is left to broadcast."""
+    """Return x in the target's shape; a column is left to broadcast."""
     column = x.size == x.shape[0] != target.size
     return x.reshape(x.shape[0], *(1,) * (target.ndim - 1)) if column else x.reshape(target.shape)
 
@@ -382,7 +382,7 @@ def nc_match_replace8(a: Args) -> Compute:
 
 @instruction("V", special=True, same_dtype="dst src", dst=OUT, src=IN, shuffle_mask=REQUIRED)
 def nc_stream_shuffle(a: Args) -> Compute:
-    """Within each 32 partitions, dst partition i takes src partition mask[i]; 255 leaves it as it is."""
+    """Shuffle within each 32 partitions: dst partition i takes src partition mask[i]; 255 leaves it as it is."""
     mask = np.array([int(m) for m in a.shuffle_mask])
     valid = len(mask) == 32 and all(0 <= m < 32 or m == 255 for m in mask)
     need(valid, "shuffle-mask", "the mask has 32 entries, 0..31 or 255; got {}", list(mask))
