@@ -113,15 +113,13 @@ class ParallelPlan:
 
     @cached_property
     def without_dp(self) -> "ParallelPlan":
-        """One data-parallel rank of one stage alone: what does not depend on how many there are is worked out once for
-        all.
-        """
-        return replace(self, dp_replicate=1, dp_shard=self.ep, pp=1, global_batch=-1)
+        """One data-parallel rank of one stage alone: what does not depend on how many there are is worked out once for all."""
+        return _alone(self.cp, self.tp, self.ep, self.sequence_parallel, self.micro_batch, self.seq_len)
 
     @cached_property
     def without_ep(self) -> "ParallelPlan":
         """`without_dp`, for what is the same whatever the experts do."""
-        return replace(self.without_dp, dp_shard=1, ep=1)
+        return _alone(self.cp, self.tp, 1, self.sequence_parallel, self.micro_batch, self.seq_len)
 
     @cached_property
     def _hash(self) -> int:
@@ -148,6 +146,20 @@ class ParallelPlan:
         degrees = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
         named = [f"{name}={getattr(self, name)}" for name in degrees if getattr(self, name) != 1]
         return " ".join(named) or "one core"
+
+
+@lru_cache(maxsize=8192)
+def _alone(cp: int, tp: int, ep: int, sequence_parallel: bool, micro_batch: int, seq_len: int) -> ParallelPlan:
+    """One object for equal ones: as keys of caches, the same objects are found without being compared."""
+    return ParallelPlan(
+        dp_shard=ep,
+        cp=cp,
+        tp=tp,
+        ep=ep,
+        sequence_parallel=sequence_parallel,
+        micro_batch=micro_batch,
+        seq_len=seq_len,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +205,7 @@ class Training:
     @cached_property
     def without_mode(self) -> "Training":
         """The same whatever the checkpointing."""
-        return replace(self, checkpointing="none")
+        return _same(replace(self, checkpointing="none"))
 
     @cached_property
     def _hash(self) -> int:
@@ -201,6 +213,12 @@ class Training:
 
     def __hash__(self) -> int:
         return self._hash
+
+
+@lru_cache(maxsize=1024)
+def _same(training: Training) -> Training:
+    """One object for equal ones, see `_alone`."""
+    return training
 
 
 @dataclass(frozen=True)
