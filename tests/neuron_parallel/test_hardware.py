@@ -3,7 +3,6 @@
 import pytest
 from neuron_parallel import INSTANCES, Cluster, instance
 from neuron_parallel.hardware import GIB, parse_cores
-from neuron_parallel.launch_files import check_visible_cores
 from plan_shapes import TRN2
 
 
@@ -67,12 +66,6 @@ def test_visible_cores_are_lists_and_ranges(text, cores):
 def test_other_visible_cores_are_refused_with_the_value(text):
     with pytest.raises(ValueError, match="NEURON_RT_VISIBLE_CORES="):
         parse_cores(text)
-
-
-def test_visible_cores_are_as_many_as_ranks():
-    assert check_visible_cores("0-3", 4) == (0, 1, 2, 3)
-    with pytest.raises(ValueError, match="4 cores for 8 ranks"):
-        check_visible_cores("0-3", 8)
 
 
 def test_a_ring_is_as_fast_as_its_slowest_link():

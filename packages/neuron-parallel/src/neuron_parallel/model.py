@@ -127,9 +127,10 @@ class ModelShape:
     def flops_per_token(self, length: int) -> float:
         """Matrix products of the forward pass for one token, causal attention over `length` (a multiply-add is two).
 
-        2 per weight passed through, the embedding look-up not, the head always; 4 H K length / 2 a layer for the scores
-        and their product with v.
+        2 per weight passed through, the embedding look-up and norms not, the head always; 4 H K length / 2 a layer for the scores and
+        their product with v.
         """
         embedding = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
+        norms = self.num_hidden_layers * (2 * self.hidden_size + 2 * self.head_dim) + self.hidden_size
         scores = 2 * self.num_attention_heads * self.head_dim * length
-        return 2 * (self.active_parameters - embedding) + self.num_hidden_layers * scores
+        return 2 * (self.active_parameters - embedding - norms) + self.num_hidden_layers * scores
