@@ -2,6 +2,7 @@
 bits as a conversion, whole tensors or boxes of them, and nothing that a conversion would refuse. Ranks:
 test_sharded_saves.py."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,20 @@ def test_state_that_only_torchtitan_has_reads_as_it_was_saved_or_as_zeros(tmp_pa
     load(tmp_path / "step", Layout.NATIVE, target)
     assert torch.equal(target[bias], torch.arange(8.0))
     assert torch.equal(target["layers.0.moe.expert_bias_E"], torch.zeros(8))
+
+
+def test_an_expert_bias_of_zero_means_none_wherever_it_comes_from(tmp_path: Path) -> None:
+    """Case 221: a conversion adds zero biases, which a model without that buffer must be able to leave aside."""
+    cfg = config(moe=True)
+    biases = {f"layers.{n}.moe.expert_bias_E" for n in range(2)}
+    hub = write_hub(tmp_path / "hub", cfg, state(cfg))
+    convert_checkpoint(hub, tmp_path / "step", "native")
+    for folder in (hub, tmp_path / "step"):
+        assert CheckpointReader(folder, "native").zeros == biases
+    native = {**convert_state(state(cfg), Layout.NATIVE).tensors, **dict.fromkeys(biases, torch.arange(8.0))}
+    dcp.save(native, checkpoint_id=tmp_path / "biased", no_dist=True)
+    shutil.copytree(tmp_path / "step" / "assets", tmp_path / "biased" / "assets")
+    assert CheckpointReader(tmp_path / "biased", "native").zeros == set()
 
 
 def test_a_checkpoint_without_the_last_expert_and_a_hub_layout_are_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import re
 import shutil
 
 import pytest
+from hf_ckpt_adapter import convert_checkpoint
 from qwen3_core import MODELS
 
 from integration.app import ROOT, fork_app, metrics
@@ -84,6 +85,19 @@ def test_a_mixture_of_experts_trains_through_transformers_on_two_ranks_resumes_a
     for text in swaps:  # each names what it stands for
         assert "titan_recipes.moe.layer.SameDtypeExperts for torchtitan.models.common.moe.GroupedExperts" in text
         assert "titan_recipes.moe.layer.Float32Linear for torchtitan.models.common.linear.Linear" in text
+
+
+@pytest.mark.parametrize(("layout", "route"), [("native", "native"), ("backend", "transformers")])
+def test_a_converted_mixture_of_experts_trains(tmp_path, layout, route):
+    """Case 221: a conversion adds zero expert biases, which a recipe without load balancing has no buffer for."""
+    moe = (*QUICK, "--model", "debug-moe", "--validator.no-enable", "--checkpoint.load_only", "--training.steps", "1")
+    assert fork_app(*moe, "--checkpoint.no-load_only", "--dump_folder", "first", cwd=tmp_path).code == 0
+    convert_checkpoint(tmp_path / "first" / "hf", tmp_path / "converted", layout)
+    ways = {"a": ("--model", "converted"), "b": ("--checkpoint.initial_load_path", str(tmp_path / "converted"))}
+    for run, model in ways.items():
+        ended = fork_app(*moe, "--route", route, *model, "--dump_folder", run, cwd=tmp_path)
+        assert ended.code == 0, ended.out
+        assert "weights: loaded from" in ended.out
 
 
 def test_both_modes_take_the_same_steps_and_stay_together(tmp_path):

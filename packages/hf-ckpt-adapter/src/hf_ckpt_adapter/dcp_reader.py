@@ -45,7 +45,8 @@ class CheckpointReader(StorageReader):
         options: ties, padding and the like, as for a conversion; the dtype is that of the tensors loaded into.
         follow_symlinks: trust links that lead out of the source folder.
 
-    Native-only state (expert bias) that the source lacks reads as zeros, as in a conversion; `zeros` has its names.
+    Native-only state (expert bias) that the source lacks reads as zeros, as in a conversion. `zeros` has the names of what
+    is zero, stored or not: a model without such state computes the same.
 
     Raises:
         FileNotFoundError: no checkpoint or no config there.
@@ -72,7 +73,7 @@ class CheckpointReader(StorageReader):
         check_side(side, plan)
         self.config = plan.config
         self._side = side_names(side, plan)
-        self.zeros = self._side.keys() - side_names(side, plan, fill=False).keys()
+        self.zeros = {name for name, tensor in self._side.items() if not tensor.any()}
         self._outputs = {output.name: output for output in plan.outputs}
         self._outputs.update({name: self._outputs[target] for name, target in plan.aliases.items()})
 

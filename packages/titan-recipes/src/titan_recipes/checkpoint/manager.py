@@ -22,7 +22,7 @@ from ..errors import UserError
 from ..logs import say
 from .completeness import CountingPlanner, check_written, poison, states_of
 from .steps import ASSETS, complete_steps, entries, step_folder
-from .strict import compare_with_checkpoint
+from .strict import compare_with_checkpoint, zero_biases
 
 __all__ = ["StepCheckpoints"]
 
@@ -105,13 +105,14 @@ class StepCheckpoints(CheckpointManager):
         try:
             if from_hf:
                 reader = self.sd_adapter.reader(checkpoint_id)
-                found = reader.read_metadata()
-                for name in reader.zeros - state_dict.keys():  # an expert bias that neither side has
-                    del found.state_dict_metadata[name]
-                compare_with_checkpoint(state_dict, found, checkpoint_id)
+                zeros, excluded = reader.zeros, ()
             else:
-                reader = FileSystemReader(checkpoint_id)
-                compare_with_checkpoint(state_dict, reader.read_metadata(), checkpoint_id, self.exclude_from_loading)
+                reader, excluded = FileSystemReader(checkpoint_id), self.exclude_from_loading
+                zeros = zero_biases(reader, state_dict)
+            found = reader.read_metadata()
+            for name in zeros - state_dict.keys():  # an expert bias of zero means none
+                del found.state_dict_metadata[name]
+            compare_with_checkpoint(state_dict, found, checkpoint_id, excluded)
             saved = model.state_dict()
             # Twice, since hooks may have copied what they split: what the model holds, and what DCP fills.
             poison(named for part in model.model for named in part.named_parameters())

@@ -2,11 +2,13 @@
 their names.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import StorageReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.components.checkpointer.base import DATALOADER, LR_SCHEDULER, OPTIMIZER, TRAIN_STATE
@@ -14,7 +16,7 @@ from torchtitan.components.checkpointer.base import DATALOADER, LR_SCHEDULER, OP
 from ..errors import UserError
 from ..upstream import flatten_state_dict
 
-__all__ = ["compare_with_checkpoint"]
+__all__ = ["compare_with_checkpoint", "zero_biases"]
 
 
 def compare_with_checkpoint(
@@ -55,6 +57,22 @@ def compare_with_checkpoint(
             "assets/recipe.json), or leave parts out with --checkpoint.exclude_from_loading "
             "optimizer,lr_scheduler,dataloader."
         )
+
+
+def zero_biases(reader: StorageReader, wanted: Mapping[str, Any]) -> set[str]:
+    """Names of expert biases in a checkpoint that this model does not have and that are zero.
+
+    A conversion adds them, because TorchTitan's model may have such a buffer, and routes as if there were none.
+    """
+    described = reader.read_metadata().state_dict_metadata
+    biases = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in described.items()
+        if name.endswith("expert_bias_E") and name not in wanted and isinstance(entry, TensorStorageMetadata)
+    }
+    if biases:
+        dcp.load(biases, storage_reader=reader, no_dist=True)
+    return {name for name, bias in biases.items() if not bias.any()}
 
 
 def _names_of_all_ranks(wanted: dict[str, Any]) -> set[str]:
