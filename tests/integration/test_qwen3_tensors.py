@@ -1,7 +1,7 @@
 """Contract: three packages that do not know each other list the same tensors and sizes of Qwen3.
 
-qwen3-core's accounting has Hugging Face's names, hf-ckpt-adapter's table turns them into TorchTitan's, neuron-parallel's table of
-parameters plans with TorchTitan's.
+qwen3-core's accounting has Hugging Face's names, hf-ckpt-adapter's table turns them into TorchTitan's, and
+neuron-parallel's table of parameters plans with TorchTitan's.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ CONFIGS = {**MODELS, "dense and MoE layers": MIXED}
 
 
 def hub_shapes(config):
-    """Hub name -> shape of every tensor; qwen3-core stacks the experts that the Hub stores one by one (`qwen3_core.to_hub`)."""
+    """Hub name -> shape of every tensor. qwen3-core stacks the experts that the Hub stores one by one."""
     found = {}
     for name, shape in parameter_shapes(config).items():
         if ".mlp.experts." in name:
@@ -30,7 +30,7 @@ def hub_shapes(config):
 
 
 def planned(shape, moe_layers):
-    """TorchTitan's name -> shape of every tensor that neuron-parallel plans with; a tied head has no tensor of its own."""
+    """TorchTitan's name -> shape of every planned tensor. A tied head has no tensor of its own."""
     found = {}
     for layer in range(shape.num_hidden_layers):
         for row in parameters(shape, layer in moe_layers):

@@ -1,4 +1,4 @@
-"""Contract: the command says which layouts work and fit, writes what it was asked for, and answers a wrong request in one line."""
+"""Contract: the command says what works and fits, writes what is asked for, answers a wrong request in one line."""
 
 import json
 import subprocess
@@ -9,7 +9,8 @@ from neuron_parallel.cli import main
 from plan_shapes import QWEN3_8B
 
 CONFIG = {
-    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
+    "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": False,
 }  # fmt: skip
 
@@ -96,7 +97,9 @@ def test_an_impossible_degree_is_explained_with_every_reason(tmp_path, capsys):
 
 
 def test_planning_loads_no_torch():
-    code = "import sys, neuron_parallel.cli, neuron_parallel.launch_files, neuron_parallel.mesh, neuron_parallel.memory.figure; print({'torch', 'numpy', 'matplotlib'} & set(sys.modules))"
+    modules = ("cli", "launch_files", "mesh", "memory.figure")
+    imports = ", ".join(f"neuron_parallel.{name}" for name in modules)
+    code = f"import sys, {imports}; print({{'torch', 'numpy', 'matplotlib'}} & set(sys.modules))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert shown.strip() == "set()"
     assert QWEN3_8B.parameters == 8_190_735_360

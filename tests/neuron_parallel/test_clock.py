@@ -37,13 +37,13 @@ def test_units_are_counted_as_a_walk_through_the_step_counts_them(seed):
             turn = copies[::-1] if event_sweep == 1 else copies
             for event in phases:
                 own = [when[event, *copy] <= time for copy in turn]
-                # The last unit of a sweep has nothing after it before the sweep is over; the first one goes with itself.
+                # Nothing comes after the last unit until the sweep is over; the first one goes with itself.
                 after = [*own[1:], event_sweep < sweep]
                 before = [own[0], *own[:-1]]
                 for whose, had in ((OWN, own), (AFTER, after), (BEFORE, before)):
                     for other in chain:
                         expected = sum(had[i] for i, copy in enumerate(turn) if copy[0] == other)
-                        assert reached(now, numbers, other, Event(event, whose)) == expected, (now, event, whose, other)
+                        assert reached(now, numbers, other, Event(event, whose)) == expected, (now, event, whose)
                         checked += 1
     assert checked > 400
 

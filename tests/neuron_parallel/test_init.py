@@ -1,4 +1,4 @@
-"""Contract: the package shows its names, its version is the declared one, and old names are answered with the new ones."""
+"""Contract: the package shows its names and its declared version; old names are answered with the new ones."""
 
 import subprocess
 import sys
@@ -34,7 +34,10 @@ def test_the_function_that_hid_its_module_is_answered_with_its_new_name():
 
 
 def test_no_exported_function_hides_a_module():
-    code = "import neuron_parallel as n, types; print([name for name in n.__all__ if isinstance(getattr(n, name), types.ModuleType)])"
+    code = (
+        "import neuron_parallel as n, types; "
+        "print([name for name in n.__all__ if isinstance(getattr(n, name), types.ModuleType)])"
+    )
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
     )

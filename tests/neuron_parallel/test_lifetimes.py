@@ -1,4 +1,4 @@
-"""Contract: of each kind of tensor as many live as units have reached its birth and not its death, and nothing outlives its use."""
+"""Contract: as many tensors of a kind live as units have reached their birth and not their death."""
 
 from itertools import product
 
@@ -72,8 +72,9 @@ def test_in_the_optimizer_state_gradients_and_tables_are_left_whatever_the_case(
 
 
 def test_rows_of_fsdp_and_pipelines_name_the_code_that_decides_them():
-    own = {"rope tables, expert counts", "inputs, buffers between stages", "kept beside the layers", "parameters", "moments",
-           "activations of other micro-batches in flight", "activations", "kept by final norm and head"}  # fmt: skip
+    own = {"rope tables, expert counts", "inputs, buffers between stages", "kept beside the layers", "parameters",
+           "moments", "activations of other micro-batches in flight", "activations",
+           "kept by final norm and head"}  # fmt: skip
     for values in product(*[(False, True)] * (len(Case._fields) - 1)):
         for row in lifetimes(Case(UNITS, *values)).rows:
             assert bool(row.source) == (row.name not in own), row

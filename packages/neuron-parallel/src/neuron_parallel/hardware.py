@@ -210,7 +210,7 @@ class Cluster:
 
     @property
     def per_node(self) -> int:
-        """Logical cores of one instance."""
+        """Logical cores of the job on one instance."""
         assert self.cores_per_node is not None
         return self.cores_per_node
 
@@ -231,7 +231,7 @@ class Cluster:
 
     @property
     def hbm_bandwidth(self) -> float:
-        """Memory bandwidth of one logical core in bytes per second: its share of the chip's."""
+        """Bytes per second of one logical core: its share of the chip's."""
         return self.instance.chip.hbm_bandwidth / self.cores_per_chip
 
     def peak_flops(self, dtype: str = "bf16") -> float:

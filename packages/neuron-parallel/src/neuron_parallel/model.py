@@ -67,7 +67,11 @@ class ModelShape:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "ModelShape":
-        """Read the content of a config.json of Qwen3 or Qwen3-MoE. Raises ValueError naming what is missing."""
+        """Read the sizes from the content of a config.json of Qwen3 or Qwen3-MoE.
+
+        Raises:
+            ValueError: naming what is missing or foreign.
+        """
         kind = config.get("model_type", "qwen3")
         if kind not in ("qwen3", "qwen3_moe"):
             raise ValueError(f"config.json is a {kind!r}'s; planning knows qwen3 and qwen3_moe")
@@ -83,7 +87,7 @@ class ModelShape:
 
     @cached_property
     def one_layer(self) -> "ModelShape":
-        """The same without its number of layers: what does not depend on it is worked out once for all of them."""
+        """The same model with one layer, the key of everything that does not depend on the number of layers."""
         return replace(self, num_hidden_layers=1, dense_layers=0)
 
     @cached_property
@@ -98,7 +102,7 @@ class ModelShape:
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     def __hash__(self) -> int:
-        """Worked out once: shapes are keys of many look-ups."""
+        """The hash is worked out once, because shapes are keys of many look-ups."""
         return self._hash
 
     @property
@@ -108,7 +112,7 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """All of them; a tied head counts once."""
+        """The number of parameters. A tied head counts once."""
         D, K = self.hidden_size, self.head_dim
         heads, groups = self.num_attention_heads, self.num_key_value_heads
         attention = D * K * (2 * heads + 2 * groups) + 2 * K + 2 * D
@@ -120,15 +124,15 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """What one token passes through."""
+        """The number of parameters that one token passes through."""
         idle = self.num_experts - self.num_experts_per_tok
         return self.parameters - self.moe_layers * idle * 3 * self.hidden_size * self.moe_intermediate_size
 
     def flops_per_token(self, length: int) -> float:
         """Matrix products of the forward pass for one token, causal attention over `length` (a multiply-add is two).
 
-        2 per weight passed through, the embedding look-up and norms not, the head always; 4 H K length / 2 a layer for the scores and
-        their product with v.
+        2 per weight passed through, the embedding look-up and norms not, the head always; 4 H K length / 2 a layer for
+        the scores and their product with v.
         """
         embedding = 0 if self.tie_word_embeddings else self.vocab_size * self.hidden_size
         norms = self.num_hidden_layers * (2 * self.hidden_size + 2 * self.head_dim) + self.hidden_size

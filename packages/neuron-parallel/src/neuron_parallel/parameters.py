@@ -1,8 +1,8 @@
 """Where each parameter lives: a table of tensors with the dimension that each axis divides, and what one core holds of
 them.
 
-Divided by tp (or ep) first, then by FSDP along `fsdp_dim`; a dimension that does not divide evenly goes to the first
-ranks in chunks rounded up, as torch.chunk deals it, and FSDP pads its buffers to equal chunks.
+A tensor is divided by tp (or ep) first, then by FSDP. A dimension that does not divide evenly goes to the first ranks
+in chunks that are rounded up, as torch.chunk deals it, and FSDP pads its buffers to equal chunks.
 """
 
 import math
@@ -23,7 +23,7 @@ UnitName = Literal["embedding", "layer", "head"]
 class Parameter:
     """One tensor of the model.
 
-    `tp_dim`: divided by tp along it (None: on every tp rank whole). Experts divide by ep instead.
+    `tp_dim`: the dimension that tp divides (None: each tp rank has all of it). Experts divide by ep instead.
     """
 
     name: str

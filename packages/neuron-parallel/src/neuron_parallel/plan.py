@@ -51,8 +51,10 @@ TORCHTITAN_NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelPlan:
-    """Degrees and batch. `micro_batch`: sequences a data-parallel rank computes at once; `global_batch`: sequences of
-    one optimizer step over all ranks (-1: one micro-batch each).
+    """Degrees and batch.
+
+    `micro_batch`: sequences that a data-parallel rank computes at once. `global_batch`: sequences of one optimizer step
+    over all ranks (-1: one micro-batch each).
     """
 
     dp_replicate: int = 1
@@ -113,12 +115,12 @@ class ParallelPlan:
 
     @cached_property
     def without_dp(self) -> "ParallelPlan":
-        """One data-parallel rank of one stage alone: what does not depend on how many there are is worked out once for all."""
+        """One data-parallel rank of one stage alone: the key of all that does not depend on how many there are."""
         return _alone(self.cp, self.tp, self.ep, self.sequence_parallel, self.micro_batch, self.seq_len)
 
     @cached_property
     def without_ep(self) -> "ParallelPlan":
-        """`without_dp`, for what is the same whatever the experts do."""
+        """`without_dp` without expert parallel, the key of everything that is the same whatever the experts do."""
         return _alone(self.cp, self.tp, 1, self.sequence_parallel, self.micro_batch, self.seq_len)
 
     @cached_property
@@ -126,7 +128,7 @@ class ParallelPlan:
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     def __hash__(self) -> int:
-        """Worked out once: plans are keys of many look-ups."""
+        """The hash is worked out once, because plans are keys of many look-ups."""
         return self._hash
 
     def strides(self) -> dict[str, tuple[int, int]]:
@@ -198,13 +200,14 @@ class Training:
     reshard: Literal["default", "always", "never"] = "default"
     """parallelism.fsdp_reshard_after_forward."""
     selective_keeps_attention: bool = True
-    """Whether the attention kernel is on selective checkpointing's list: yes for device kernels, no for torch's CPU
-    kernel.
+    """Whether the attention kernel is on selective checkpointing's list.
+
+    Device kernels are, torch's CPU kernel is not.
     """
 
     @cached_property
     def without_mode(self) -> "Training":
-        """The same whatever the checkpointing."""
+        """The same training without checkpointing, the key of everything that is the same in each mode."""
         return _same(replace(self, checkpointing="none"))
 
     @cached_property
@@ -237,7 +240,7 @@ class Finding:
 def errors(
     plan: ParallelPlan, shape: ModelShape, cluster: Cluster | int, training: Training | None = None
 ) -> list[Finding]:
-    """validate's errors alone."""
+    """The errors that `validate` finds, without its warnings."""
     found = validate(plan, shape, cluster, training, warnings=False)
     return [finding for finding in found if finding.severity == "error"]
 
@@ -552,7 +555,7 @@ def _large_gather(plan: ParallelPlan, shape: ModelShape, training: Training) -> 
 
 
 def _exchange(plan: ParallelPlan) -> Iterator[Finding]:
-    """All-to-all groups."""
+    """Sizes of all-to-all groups that were refused on the device."""
     if plan.ep == 2:
         yield Finding(
             "ep_group",
@@ -568,7 +571,7 @@ def _exchange(plan: ParallelPlan) -> Iterator[Finding]:
 
 
 def _groups(plan: ParallelPlan, cluster: Cluster) -> Iterator[Finding]:
-    """A group inside a node has to tile the torus of chips; over nodes it has to take each node alike."""
+    """A group inside a node has to tile the torus of chips; a group over nodes has to take each node alike."""
     for axis, (size, stride) in plan.strides().items():
         if axis in ("pp", "ep"):
             continue

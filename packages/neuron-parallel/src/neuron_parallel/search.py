@@ -69,7 +69,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Suggestions:
-    """What a search found: the choices, and why there are no more."""
+    """What `suggest` found."""
 
     choices: tuple[Choice, ...]
     considered: int
@@ -171,7 +171,7 @@ def _global_batch(fixed: Mapping[str, int], micro_batch: int, dp: int, pp: int) 
 
 
 def _valid(shape: ModelShape, cluster: Cluster, fixed: Mapping[str, int], training: Training) -> Iterator[ParallelPlan]:
-    """Every layout without an error."""
+    """Every layout that breaks no rule."""
     cores = cluster.cores
     other = {name: value for name, value in fixed.items() if name in ("micro_batch", "seq_len", "sequence_parallel")}
 

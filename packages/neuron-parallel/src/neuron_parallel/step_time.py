@@ -52,18 +52,19 @@ class StepTime:
     """Idle seconds of the pipeline."""
     tokens: int
     flops: float
-    """Peak FLOPs per second of one core, times cores: the MFU denominator."""
+    """Peak FLOP/s of all cores together: the denominator of MFU."""
     model_flops: float
+    """FLOPs of the model's forward and backward pass, without recomputation."""
 
     @property
     def seconds(self) -> float:
-        """Seconds of one optimizer step."""
+        """Seconds of the step."""
         busy = max(self.compute, self.memory, self.fsdp) + self.tp + self.cp + self.ep
         return busy + self.bubble + self.replicas + self.optimizer
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second of all cores together."""
+        """Tokens of all ranks, per second."""
         return self.tokens / self.seconds
 
     @property
@@ -132,7 +133,7 @@ class _Elements(NamedTuple):
     """Shards of one layer."""
     dense: int
     experts: int
-    """One layer's, gathered: the experts', and all others."""
+    """Experts of one layer, gathered; `dense` are its other parameters."""
     other: int
     """Embedding, final norm and head, gathered."""
 
@@ -163,6 +164,7 @@ class _Work:
         return size * (n - 1) / n / self.cluster.group_bandwidth(n, stride)[0]
 
     def compute(self) -> float:
+        """Matrix products, with those that checkpointing repeats."""
         plan = self.plan
         peak = self.cluster.peak_flops("bf16" if self.training.compute_bytes == 2 else "fp32")
         # The stage with most layers sets the pace of a pipeline.
@@ -170,12 +172,14 @@ class _Work:
         return self.model_flops * (3 + self.repeats) / 3 * balance / (plan.world * peak * self.efficiency)
 
     def memory(self) -> float:
+        """Weights read three times, kept activations written and read."""
         _, dense, experts, other = self.elements
         weights = (self.layers * (dense + experts) + other) * self.training.compute_bytes
         activations = self.layers * _activation_bytes(self.s)
         return self.plan.micro_batches * (3 * weights + 4 * activations) / self.cluster.hbm_bandwidth
 
     def fsdp(self) -> float:
+        """All-gathers and reduce-scatters of the layers."""
         plan, how = self.plan, self.training
         _, dense, experts, other = self.elements
         gathers = 1 if stays_gathered(plan, how) else 2 * plan.micro_batches
@@ -187,17 +191,20 @@ class _Work:
         )
 
     def tensor_parallel(self) -> float:
+        """All-gathers and reduce-scatters of activations over tp."""
         size = self.s.T.value * self.s.D.value * self.training.compute_bytes
         seconds = self.plan.micro_batches * self.layers * self.passes * 4 * self.ring("tp", size)
         # With expert parallel the experts take the tokens as they are split: half of the exchanges are attention's.
         return seconds / 2 if self.shape.num_experts and self.plan.ep > 1 else seconds
 
     def context_parallel(self) -> float:
+        """All-gathers of keys and values over cp, and their gradients back."""
         s = self.s
         size = s.T.value * self.plan.cp * s.G.value * s.K.value * self.training.compute_bytes
         return self.plan.micro_batches * self.layers * (self.passes + 1) * 2 * self.ring("cp", size)
 
     def expert_parallel(self) -> float:
+        """Exchanges of rows with the ranks that have their experts."""
         if not self.shape.num_experts:
             return 0.0
         gather = self.training.dispatcher == "gather"

@@ -1,5 +1,7 @@
-"""What a decoder layer, and final norm, head and loss, keep and need: results of their tapes, which depend on no
-data-parallel degree.
+"""What a decoder layer keeps and needs, and what final norm, head and loss do.
+
+The figures are results of replaying operations (autograd.py). They depend on no data-parallel degree, so that they are
+worked out once for many layouts.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -26,12 +28,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Layer:
-    """A decoder layer."""
+    """A decoder layer: tensors of its largest moments, and the operations at which they are."""
 
     kept: Group
-    """What is kept between forward and backward."""
+    """Tensors that it keeps between its forward pass and its backward pass."""
     keeps_input: bool
-    """"x" is in it."""
+    """The layer's input "x" is among the tensors that it keeps."""
     forward: Group
     forward_at: str
     recompute: Group | None
@@ -51,12 +53,12 @@ def kept(plan: ParallelPlan, shape: ModelShape, training: Training, moe: bool) -
 
 
 def embedded(plan: ParallelPlan, shape: ModelShape, training: Training) -> "Embedded":
-    """The embedding."""
+    """What the look-up of the embedding keeps and needs."""
     return _embedded(plan.without_ep, shape.one_layer, training.without_mode)
 
 
 def loss(plan: ParallelPlan, shape: ModelShape, training: Training) -> "Loss":
-    """The model's end."""
+    """What final norm, head and loss keep and need."""
     return _loss(plan.without_ep, shape.one_layer, training.without_mode, plan.pp > 1)
 
 
@@ -66,9 +68,9 @@ class _Tape:
 
     parts: dict[str, str]
     keeping: Moment
-    """Forward, keeping what the backward pass needs."""
+    """The forward pass, which keeps what the backward pass needs."""
     bare: Moment
-    """Forward, keeping nothing."""
+    """The forward pass, which keeps nothing."""
     backward: Moment
     backward_group: Group
     recompute_group: Group
@@ -138,7 +140,7 @@ class Embedded:
 
     kept: tuple[Entry, ...]
     backward: Group
-    """What backward needs at once, without the layer's own gradient, which is FSDP's."""
+    """Tensors of its backward pass. FSDP has the gradient of the table."""
 
 
 @lru_cache(maxsize=4096)
@@ -152,13 +154,13 @@ def _embedded(plan: ParallelPlan, shape: ModelShape, training: Training) -> Embe
 
 @dataclass(frozen=True)
 class Loss:
-    """What final norm, head and loss keep and need: results of their tapes."""
+    """What final norm, head and loss keep and need."""
 
     kept: Group
-    """What the final norm keeps, and what is kept for the head, beside the logits."""
+    """Tensors that the final norm keeps, and the head's input. Logits are in the moments."""
     moments: tuple[tuple[str, Group], ...]
     after_forward: Group
-    """What the model's own forward pass keeps: a chunked loss has not begun then."""
+    """What the model's own forward pass keeps. A chunked loss has not begun then."""
 
 
 @lru_cache(maxsize=4096)
@@ -201,8 +203,10 @@ def _kept_group(sizes: Sizes, parts: Callable[[], Mapping[str, str]]) -> Group:
 
 
 def _named(live: Sizes, parts: dict[str, str], kept: Iterable[str], size: float | None = None) -> Group:
-    """A tape's moment (of `size` bytes, if they are known): what is kept under its own part, parameter gradients as
-    buffers, logits' sizes as such, the rest as working memory.
+    """A moment as a group of tensors, each under a part of the report.
+
+    What is kept stands under its own part. Parameter gradients are gradient buffers. Tensors of the logits' size are
+    logits. All others are working memory. `size`: the moment's bytes, if they are known.
     """
 
     def entries() -> list[Entry]:

@@ -132,18 +132,19 @@ class _Live:
         self.total = _total(sizes)
 
     def add(self, name: str, size: Quantity) -> None:
+        """Let a tensor live."""
         self.drop(name)
         self.sizes[name] = size
         self.total += size.value
 
     def drop(self, name: str) -> Quantity:
-        """Its size; ZERO when it does not live."""
+        """Let a tensor go, and return its size: ZERO when it does not live."""
         size = self.sizes.pop(name, ZERO)
         self.total -= size.value
         return size
 
     def larger(self, peak: Moment, where: str, extra: Sizes) -> Moment:
-        """This moment, with `extra`, if it is larger than `peak`."""
+        """The larger one of `peak` and this moment, in which `extra` lives too."""
         total = self.total + _total(extra)
         if total <= peak.bytes:
             return peak

@@ -16,7 +16,7 @@ __all__ = ["experts"]
 
 
 def experts(s: Symbols, training: Training, x: str) -> list[Op]:
-    """Return the operations from the router's input `x` to "moe out"."""
+    """The operations from the router's input `x` to "moe out"."""
     if training.dispatcher == "all-to-all":
         before, after = _sorted(s, x)
     elif s.ep == 1:
@@ -40,8 +40,10 @@ def _router(s: Symbols, x: str) -> list[Op]:
 
 
 def _products(s: Symbols) -> list[Op]:
-    """Return the operations from "rows" to "expert out". Experts of another dtype than their rows (TorchTitan's are
-    BF16) cast both: w1's and w3's casts are two tensors each, w2's one.
+    """The operations from "rows" to "expert out".
+
+    Experts of another dtype than their rows (TorchTitan's are BF16) cast both: the casts for w1 and w3 are two tensors
+    each, the cast for w2 is one.
     """
     rows, wide = s.R * s.D, s.R * s.M * s.c
     matrix = s.E / s.ep * s.M * s.D
@@ -63,7 +65,10 @@ def _products(s: Symbols) -> list[Op]:
 
 
 def _take(s: Symbols, x: str, out: str, choices: Quantity, rows: Quantity, some: bool) -> Op:
-    """A row for each choice (`some`: of some choices); kept: where each choice went, and which choice each row has."""
+    """Take a row for each choice, or for some choices (`some`).
+
+    The operation keeps where each choice went, and the choice of each row.
+    """
     kept: Sizes = {f"row of each choice: {out}": choices * 8, f"choice of each row: {out}": rows * 8}
     if some:
         kept |= {f"has a row: {out}": choices, f"has a choice: {out}": rows}
@@ -80,13 +85,14 @@ def _take(s: Symbols, x: str, out: str, choices: Quantity, rows: Quantity, some:
 
 
 def _at_once(rows: Quantity) -> Quantity:
-    """What titan_recipes' dispatch_rows works on at once: a sixteenth, or 1,024 rows."""
+    """The rows that titan_recipes.moe.permute works on at once: a sixteenth of them, or 1,024."""
     return rows / 16 if rows.value > 16 * 1024 else Quantity(min(rows.value, 1024), f"min({rows}, 1024)")
 
 
 def _combine(s: Symbols, source: str, weights: str, out: str, tokens: Quantity, rows: Quantity) -> Op:
-    """A token's rows, times their weights in float32, summed; backward a product for the weights' gradient and one for
-    the rows'.
+    """Sum a token's rows, multiplied by their weights in float32.
+
+    Backward there is a product for each of the two gradients.
     """
     half = s.a.value == 2
     choices = _at_once(tokens * s.k)
@@ -110,7 +116,7 @@ def _by_index(
 
 
 def _gathered(s: Symbols, x: str) -> tuple[list[Op], list[Op]]:
-    """Every rank gets the group's tokens and their routing; the combined outputs are summed to each token's rank."""
+    """Each rank gets the group's tokens and their routing. The combined outputs are summed on each token's own rank."""
     group = s.m * Quantity(s.ep, "ep")
     before, after = _by_index(s, "all tokens", group, s.R, "all weights", "combined")
     gathers = [
@@ -122,7 +128,7 @@ def _gathered(s: Symbols, x: str) -> tuple[list[Op], list[Op]]:
 
 
 def _sent(s: Symbols, x: str) -> tuple[list[Op], list[Op]]:
-    """R rows are sent, received, and sent back."""
+    """Each rank sends R rows, receives R rows, and sends them back."""
     sent = s.R * s.D * s.a
     before = [
         _take(s, x, "to send", s.N, s.R, True),
@@ -138,7 +144,7 @@ def _sent(s: Symbols, x: str) -> tuple[list[Op], list[Op]]:
 
 
 def _sorted(s: Symbols, x: str) -> tuple[list[Op], list[Op]]:
-    """TorchTitan's: copies sorted by expert, exchanged as routed, weighed in float32 and added up by index."""
+    """TorchTitan's dispatcher: copies sorted by expert, exchanged as routed, weighed in float32, added up by index."""
     D, N, R, m, a = s.D, s.N, s.R, s.m, s.a
     exchange, half = s.ep > 1, s.a.value == 2
     received = R * D * a

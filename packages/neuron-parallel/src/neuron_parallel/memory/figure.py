@@ -14,7 +14,12 @@ _BARS = 12
 def draw_memory(report: Memory, path: Path, limit: float, title: str, allowance: float = 0.0) -> None:
     """Write a PNG of the largest moments, in order of time.
 
-    `limit`: bytes of a core; `allowance`: of them not for tensors.
+    Args:
+        report: the moments of a step.
+        path: the file to write.
+        limit: bytes of a core.
+        allowance: bytes of the core that tensors cannot have.
+        title: the heading.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

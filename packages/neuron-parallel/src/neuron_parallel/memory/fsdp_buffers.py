@@ -1,7 +1,7 @@
 """What FSDP2 holds of a unit beside its sharded parameters: gathered parameters, flat buffers, gradients on their way.
 
-In forward, a unit's flat all-gather output lives on until the next unit is gathered, beside the copy it computes with.
-Where a group has one rank there is no flat buffer, but a cast of each parameter in turn.
+lifetimes.py says when each of them lives. Where a group has one rank there is no flat buffer, but a cast of each
+parameter in turn.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,44 +23,46 @@ class Buffers:
 
     @cached_property
     def parameters(self) -> Group:
-        """Sharded parameters."""
+        """The shards of the parameters."""
         return Group.of(Entry("parameters", self.unit.name, self.unit.held(self.p)))
 
     @cached_property
     def moments(self) -> Group:
-        """AdamW's two moments."""
+        """Adam's two moments of the shards."""
         return Group((2, Entry("moments", self.unit.name, self.unit.held(self.p))))
 
     @cached_property
     def roots(self) -> Group:
-        """Roots of the second moments, which an optimizer step makes."""
+        """The square roots that a foreach optimizer makes of all second moments at once."""
         return Group.of(Entry("working", f"roots of {self.unit.name}'s second moments", self.unit.held(self.p)))
 
     @cached_property
     def gathered(self) -> Group:
-        """Gathered parameters."""
+        """The parameters as the unit computes with them."""
         return Group.of(*self._full(self.unit.parts))
 
     @cached_property
     def flat(self) -> Group:
-        """All-gather outputs."""
+        """The flat all-gather outputs of all parts."""
         return Group.of(*(self._flat(part) for part in self.unit.parts if part.ranks > 1))
 
     @cached_property
     def last_flat(self) -> Group:
-        """The all-gather output of the unit's last gather, which lives until the next unit's."""
+        """The flat output of the unit's last all-gather."""
         return Group.of(self._flat(self.unit.parts[-1]))
 
     @cached_property
     def copied(self) -> Group:
-        """While its last part is gathered: experts that are divided by another dimension than the first, once more;
-        without a group, the cast of a parameter, of which there is one at a time.
+        """Copies that live while the unit's last part is gathered.
+
+        Experts that are divided by another dimension than the first are copied once more. Without a group, parameters
+        are cast, one at a time.
         """
         return Group.of(*self._copied(self.unit.parts[-1]))
 
     @cached_property
     def gathering(self) -> list[Group]:
-        """Part by part in backward, where each flat buffer goes with its copy."""
+        """What lives while each part is gathered for the backward pass, where each flat buffer goes with its copy."""
         parts = self.unit.parts
         return [
             Group.of(
@@ -71,8 +73,9 @@ class Buffers:
 
     @cached_property
     def ahead(self) -> Group:
-        """When its gather has only begun: flat buffers, and the cast of this core's share of the part begun last (each
-        part's cast goes when its own all-gather has begun).
+        """What lives when the unit's all-gather has only begun: flat buffers, and a cast of this core's last share.
+
+        The cast of a part goes when its own all-gather has begun.
         """
         last = [part for part in self.unit.parts if part.ranks > 1 and self.a.value != self.p.value][-1:]
         casts = (Entry("gathered parameters", f"cast of {part.name}", part.reduced(self.a)) for part in last)
@@ -80,12 +83,12 @@ class Buffers:
 
     @cached_property
     def unreduced(self) -> Group:
-        """Gradients before their reduction."""
+        """The gradients as autograd made them."""
         return Group.of(*(self._gradients(part, self.a) for part in self.unit.parts))
 
     @cached_property
     def summed(self) -> Group:
-        """Gradients summed over the micro-batches of a pipeline."""
+        """Gradients that a pipeline summed over its micro-batches, unsharded."""
         name = "unreduced gradients of"
         return Group.of(
             *(Entry("gradient buffers", f"{name} {part.name}", part.full(self.r)) for part in self.unit.parts)
@@ -93,7 +96,7 @@ class Buffers:
 
     @cached_property
     def inputs(self) -> Group:
-        """Inputs of the reduce-scatters in flight."""
+        """Inputs of reduce-scatters."""
         return Group.of(*(self._input(part) for part in self.unit.parts))
 
     @cached_property
@@ -103,11 +106,11 @@ class Buffers:
 
     @cached_property
     def reduced(self) -> Group:
-        """Gradients after their reduction: this core's share."""
+        """The gradients of the shards."""
         return Group.of(*(Entry("gradients", part.name, part.reduced(self.p)) for part in self.unit.parts))
 
     def _reduction(self, each: Quantity, in_order: bool, new: bool, held: bool) -> list[tuple[str, Group]]:
-        """See the function of that name. `each`: bytes of an element of the gradients."""
+        """The moments of `reduction`. `each`: bytes of an element of the gradients."""
         before: list[Entry] = []
         moments = []
         order = self.unit.parts if in_order else self.unit.parts[::-1]
@@ -149,16 +152,23 @@ class Buffers:
 
 @lru_cache(maxsize=8192)
 def buffers(unit: Unit, a: int, r: int, p: int) -> Buffers:
-    """One object for equal ones."""
+    """The buffers of a unit: one object for equal ones."""
     return Buffers(unit, a, r, p)
 
 
 @lru_cache(maxsize=8192)
 def reduction(of: Buffers, summed: bool = False, new: bool = True, held: bool = False) -> list[tuple[str, Group]]:
-    """FSDP's post-backward, part by part: gradients copied into the reduce-scatter's input, then its output.
+    """The moments of FSDP's post-backward: gradients are copied into a reduce-scatter's input, and reduced.
 
-    Experts come first, and their input is in flight until both parts are reduced. `summed`: gradients were added up in
-    the reduced dtype before; then a pipeline reduces parts in order, and waits for the one before. `new`: not added to
-    those of an earlier micro-batch. `held`: outputs outlive their reduction.
+    Experts come first, and their input is in flight until both parts are reduced.
+
+    Args:
+        of: the unit's buffers.
+        summed: gradients were added up in the reduced dtype before. Parts are then reduced in order.
+        new: the gradients are not added to those of an earlier micro-batch.
+        held: outputs outlive their reduction.
+
+    Returns:
+        (name, tensors) of each moment.
     """
     return of._reduction(of.r if summed else of.a, summed, new, held)

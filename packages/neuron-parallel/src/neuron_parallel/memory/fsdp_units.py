@@ -1,8 +1,8 @@
 """FSDP's units: the parameters that are gathered, freed and reduced together, and their buffers' sizes.
 
 TorchTitan makes a unit of the embedding, of each layer, and of final norm with head. With expert parallel a layer's
-experts are a part of their own, gathered over other ranks. With tied weights embedding, norm and head are one unit, in
-which FSDP2 gathers and reduces the shared table twice, once for each of its names.
+experts are a part of their own, which is gathered over other ranks. With tied weights embedding, norm and head are one
+unit: FSDP2 gathers and reduces the shared table twice, once for each of its names.
 """
 
 from dataclasses import dataclass
@@ -19,68 +19,71 @@ __all__ = ["Part", "Unit", "fsdp_unit"]
 
 @dataclass(frozen=True)
 class Part:
-    """Parameters of a unit that one group of ranks shares. Sizes in elements, gathered ones padded to equal chunks."""
+    """Parameters of a unit that one group of ranks shares.
+
+    Sizes are in elements; gathered ones are padded to equal chunks.
+    """
 
     name: str
     ranks: int
     held: int
-    """Elements that this core holds."""
+    """Elements on this core."""
     gathered: int
+    """Elements of all parameters when they are gathered."""
     last: int
-    """Elements of the last parameter, gathered."""
+    """Elements of the last parameter when it is gathered."""
     cast: int
-    """Elements held beyond what is gathered, when parameters are cast and copied one by one: those before the ones that
-    come after the largest.
-    """
+    """Elements beyond the gathered ones, where parameters are cast and copied one by one."""
     split: int
-    """Gathered elements of the parameters that another dimension than the first divides. They are copied once more."""
+    """Gathered elements of parameters divided by another dimension than the first: they are copied once more."""
     letter: str = "p"
-    """q where a core's share of a reduction is not what it holds of the unit."""
+    """The letter of `held` in formulas: q where a core's share of a reduction is not what it holds of the unit."""
 
     def full(self, bytes_each: Quantity) -> Quantity:
         """Bytes of the gathered parameters."""
         return Quantity(self.gathered, f"P({self.name})") * bytes_each
 
     def reduced(self, bytes_each: Quantity) -> Quantity:
-        """The core's share of a reduction."""
+        """Bytes of this core's share of a reduction."""
         return Quantity(self.held, f"{self.letter}({self.name})") * bytes_each
 
     def flat(self, bytes_each: Quantity) -> Quantity:
-        """All-gather output before it is copied out to the parameters: only where there is a group."""
+        """Bytes of the all-gather output before it is copied to the parameters. Without a group there is none."""
         return self.full(bytes_each) if self.ranks > 1 else ZERO
 
     def lasts(self, bytes_each: Quantity) -> Quantity:
-        """Bytes of the last parameter, gathered."""
+        """Bytes of the last parameter when it is gathered."""
         return Quantity(self.last, f"P(last of {self.name})") * bytes_each
 
     def casts(self, bytes_each: Quantity) -> Quantity:
-        """Bytes that casting one by one holds beyond what is gathered."""
+        """Bytes of `cast`."""
         return Quantity(self.cast, f"P(cast of {self.name})") * bytes_each
 
     def splits(self, bytes_each: Quantity) -> Quantity:
-        """Bytes of the parameters that are copied once more after gathering."""
+        """Bytes of `split`. Without a group nothing is copied."""
         return Quantity(self.split, f"P(split of {self.name})") * bytes_each if self.ranks > 1 and self.split else ZERO
 
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A unit of FSDP: the dense parameters, and with expert parallel the experts.
+    """A unit of FSDP.
 
-    One object for equal ones (`fsdp_unit`).
+    Its parts are the dense parameters, and with expert parallel the experts. `fsdp_unit` gives one object for equal
+    ones.
     """
 
     name: str
     parts: tuple[Part, ...]
     owned: int
-    """Elements of its parameters on this core; less than what is reduced where a table has two names."""
+    """Elements of its parameters on this core: fewer than are reduced where a table has two names."""
 
     def held(self, bytes_each: Quantity) -> Quantity:
-        """Bytes of this core's shards."""
+        """Bytes of the shards on this core."""
         return Quantity(self.owned, f"p({self.name})") * bytes_each
 
     @property
     def gathered(self) -> int:
-        """Elements of all parts, gathered."""
+        """Elements of all parameters when they are gathered."""
         return sum(part.gathered for part in self.parts)
 
 

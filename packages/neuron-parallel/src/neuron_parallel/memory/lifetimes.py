@@ -43,7 +43,7 @@ class Case(NamedTuple):
     resharded: bool
     """The head is resharded between its forward pass and its backward pass."""
     held: bool
-    """Reduced gradients, with replicas, are held until the backward pass ends."""
+    """FSDP2 holds reduced gradients until the backward pass ends (`Stage.held`)."""
     held_sums: bool
     """The same for a pipeline's sums."""
 

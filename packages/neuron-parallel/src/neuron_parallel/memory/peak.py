@@ -37,10 +37,21 @@ def device_allowance(cluster: Cluster) -> float:
 def core_memory(
     plan: ParallelPlan, shape: ModelShape, training: Training | None = None, stage: int | None = None
 ) -> Memory:
-    """The memory of one core under a resolved plan (dp_shard and global_batch filled in), of a pipeline's `stage`
-    (None: of the one that needs most).
+    """The memory of one core, moment by moment.
 
-    Sizes that do not divide evenly count as on the rank that holds most. Raises ValueError for an unresolved plan.
+    Sizes that do not divide evenly count as on the rank that holds most.
+
+    Args:
+        plan: a resolved plan: dp_shard and global_batch are filled in.
+        shape: the model's sizes.
+        training: checkpointing, dtypes, loss; None for the defaults.
+        stage: a stage of the pipeline; None for the one that needs most.
+
+    Returns:
+        All moments of a step, in bytes of one logical core.
+
+    Raises:
+        ValueError: the plan is not resolved.
     """
     if plan.dp_shard < 1 or plan.global_batch < 1:
         raise ValueError(f"resolve the plan first: dp_shard {plan.dp_shard}, global_batch {plan.global_batch}")
@@ -51,7 +62,7 @@ def core_memory(
 
 
 def peak_bytes(plan: ParallelPlan, shape: ModelShape, training: Training, limit: float = math.inf) -> float:
-    """core_memory(...).peak.bytes for less work; infinity as soon as it is seen to be over `limit`."""
+    """`core_memory(...).peak.bytes` for less work, or infinity as soon as it is seen to be over `limit` bytes."""
     largest = 0.0
     for stage in _stages(plan):
         for moment in Timeline(plan, shape, training, stage).largest_first():
@@ -62,8 +73,10 @@ def peak_bytes(plan: ParallelPlan, shape: ModelShape, training: Training, limit:
 
 
 def _stages(plan: ParallelPlan) -> Iterable[int]:
-    """Stages of which one needs most. Those between the second and the last but one have fewer micro-batches in flight
-    than the second, and as many layers.
+    """Stages of which one needs most.
+
+    The stages between the second and the last but one have fewer micro-batches in flight than the second, and as many
+    layers.
     """
     return range(plan.pp) if plan.pp < 4 else (0, 1, plan.pp - 2, plan.pp - 1)
 
@@ -85,8 +98,10 @@ def least_bytes(plan: ParallelPlan, shape: ModelShape, training: Training) -> fl
 
 
 def _least(plan: ParallelPlan, shape: ModelShape, training: Training, moe: bool) -> tuple[float, float, float, float]:
-    """Bytes that a layer holds through the backward pass; that it keeps of a micro-batch until its own; of the
-    gradients that a micro-batch leaves; that it needs beside while it goes backward.
+    """Four sizes of one layer, in bytes.
+
+    They are: what it holds through the backward pass; what it keeps of a micro-batch until it goes backward; the
+    gradients that a micro-batch leaves; what it needs besides while it goes backward.
     """
     unit, kept = fsdp_unit(shape, plan, "layer", moe), activations.kept(plan, shape, training, moe).bytes
     whole = activations.kept(plan, shape, training.without_mode, moe).bytes

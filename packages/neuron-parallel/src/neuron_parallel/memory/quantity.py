@@ -37,7 +37,7 @@ class Quantity:
         return self if other == 0 else Quantity(other + self.value, other, "+", self)
 
     def __truediv__(self, other: Number) -> "Quantity":
-        """Rounded up: what the first of so many ranks gets."""
+        """Divide and round up: what the first of so many ranks gets."""
         by = value_of(other)
         return self if by == 1 else Quantity(-(-self.value // by), self, "/", other)
 
@@ -55,6 +55,7 @@ class Quantity:
 
 
 def value_of(number: Number) -> float:
+    """The plain number."""
     return number.value if isinstance(number, Quantity) else number
 
 

@@ -36,12 +36,12 @@ class Entry(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        """Bytes of it, all together."""
+        """Its size."""
         return self.size.value
 
 
 class Group:
-    """What comes together, so often that its sum is kept with it."""
+    """Tensors that come together so often that their sum is kept with them."""
 
     __slots__ = ("_terms", "bytes")
 
@@ -51,14 +51,14 @@ class Group:
 
     @classmethod
     def of(cls, *entries: Entry) -> "Group":
-        """Each of them once."""
+        """A group of these entries, each of them once."""
         return cls(*((1, entry) for entry in entries))
 
     @classmethod
     def later(cls, size: float, entries: Callable[[], Iterable[Entry]]) -> "Group":
-        """Make a group of so many bytes.
+        """A group of so many bytes, whose entries are made when they are asked for.
 
-        Its entries are made when asked for, because a search looks at thousands of sums and few tables.
+        A search looks at thousands of sums and at few tables.
         """
         group = cls()
         group.bytes, group._terms = size, entries
@@ -66,7 +66,7 @@ class Group:
 
     @property
     def terms(self) -> tuple["Term", ...]:
-        """The entries with how often each counts, made when asked for."""
+        """Its entries, and the groups in it."""
         if callable(self._terms):
             self._terms = tuple((1, entry) for entry in self._terms())
         return self._terms
@@ -84,7 +84,7 @@ class Snapshot(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        """Bytes of it, all together."""
+        """The sum of all tensors."""
         return sum(times * item.bytes for times, item in self.terms)
 
     @property
@@ -96,14 +96,14 @@ class Snapshot(NamedTuple):
         ]
 
     def by_part(self) -> dict[str, float]:
-        """Bytes by part, all PARTS in order."""
+        """Bytes of each part, all PARTS in order."""
         sums = dict.fromkeys(PARTS, 0.0)
         for times, entry in _flat(self.terms):
             sums[entry.part] += times * entry.bytes
         return sums
 
     def table(self) -> str:
-        """Part, tensors, formula and MiB, a line an entry."""
+        """A line for each entry: part, tensors, formula and MiB."""
         rows = [(e.part, e.name, str(e.size), f"{e.bytes / (1 << 20):,.1f}") for e in self._ordered()]
         rows = [("part", "tensors", "formula", "MiB"), *rows, ("sum", "", "", f"{self.bytes / (1 << 20):,.1f}")]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]

@@ -41,7 +41,7 @@ class HeadUnit(NamedTuple):
     unit: Buffers
     loss: Loss
     reduced_first: Buffers
-    """What is reduced before any layer: all of it, but with a chunked loss the head's table alone."""
+    """What is reduced before any layer: the whole unit, or with a chunked loss the head's table alone."""
 
     @property
     def chunk_gradient(self) -> Entry:
@@ -165,10 +165,9 @@ class Stage:
         return MicroBatch(self, self.in_flight - 1, self.later, left=False)
 
     def held(self, later: bool) -> bool:
-        """Whether what was all-reduced over replicas is another tensor than the gradient: then FSDP2 holds it until the
-        backward pass ends.
+        """Whether FSDP2 holds what it all-reduced over replicas until the backward pass ends.
 
-        It is the gradient itself, unless that is a sum over micro-batches or has another dtype.
+        The all-reduced tensor is the gradient itself, unless that is a sum over micro-batches or has another dtype.
         """
         return self.plan.dp_replicate > 1 and (later or self.training.reduce_bytes != self.training.param_bytes)
 
@@ -189,7 +188,7 @@ class Stage:
         return _kept_beside(self.s, embedded, receives, not self.last, mask)
 
     def mask(self) -> tuple[Entry, ...]:
-        """The document mask, when attention takes one."""
+        """The dense mask of a micro-batch's documents, where attention takes one."""
         return _mask(self.s) if self.training.attention == "masked" else ()
 
 
@@ -279,9 +278,7 @@ class MicroBatch:
 
 @lru_cache(maxsize=1024)
 def one_table(head: Unit) -> Unit:
-    """What is reduced at the end of a chunked loss: the head's table, without the final norm (and, tied, without the
-    embedding).
-    """
+    """What a chunked loss reduces at its end: the head's table, without final norm and tied embedding."""
     part = head.parts[0]
     table = replace(part, name=f"table of {part.name}", held=-(-part.last // part.ranks), gathered=part.last)
     return replace(head, parts=(table,))

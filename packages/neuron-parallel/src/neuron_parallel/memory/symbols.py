@@ -7,7 +7,7 @@
     m  tokens that a core routes          N  m*k, their copies                  R  rows that a core's experts get
     a  bytes of a computed element        c  bytes of an expert's computed element
 
-R is N, with expert parallel by dispatcher:
+R is N. With expert parallel it depends on the dispatcher:
     gather       ep*m*min(k, E/ep)        what the fullest routing needs of the group's ep*m tokens
     capacity     ep*ceil(f*N/ep)          f the capacity factor
     all-to-all   N * imbalance

@@ -35,7 +35,7 @@ class Moment(NamedTuple):
 
     @property
     def bytes(self) -> float:
-        """Bytes of it, all together."""
+        """The sum of all tensors."""
         total = self.micro_batch.bytes(self.now)
         for item in self.own:
             total += item.bytes
@@ -43,7 +43,7 @@ class Moment(NamedTuple):
 
     @property
     def snapshot(self) -> Snapshot:
-        """What lives at this moment, with its formulas."""
+        """The moment with each of its tensors."""
         return Snapshot(self.where, (*self.micro_batch.terms(self.now), *((1, item) for item in self.own)))
 
 
@@ -78,13 +78,13 @@ class Timeline:
         )
 
     def in_order(self) -> Iterator[Moment]:
-        """Yield the moments of a step in their order."""
+        """Every moment, in order of time."""
         return chain(
             self._forward(), self._loss(), self._backward(), self._embedding(), self._sums(), self._optimizer()
         )
 
     def largest_first(self) -> Iterator[Moment]:
-        """Every moment, those first that are often the largest."""
+        """Every moment. Those that are often the largest come first."""
         return chain(
             self._loss(), self._backward(), self._optimizer(), self._forward(), self._embedding(), self._sums()
         )
