@@ -3,10 +3,13 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
-from neuron_parallel.cli import main
-from plan_shapes import QWEN3_8B
+from neuron_parallel import core_memory
+from neuron_parallel.cli import main, memory_table
+from neuron_parallel.memory import device_allowance
+from plan_shapes import QWEN3_8B, TRN2, plan
 
 CONFIG = {
     "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
@@ -103,3 +106,45 @@ def test_planning_loads_no_torch():
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert shown.strip() == "set()"
     assert QWEN3_8B.parameters == 8_190_735_360
+
+
+@pytest.mark.parametrize("name", ["8B", "8b", "Qwen3-8B", "qwen/qwen3-8b", "Qwen/Qwen3-8B"])
+def test_a_model_is_known_by_its_short_name_and_its_hub_id_in_any_case(name, capsys):
+    assert main([name, "--fix", "tp=4", "pp=1", "cp=1", "dp_replicate=1"], {"8B": CONFIG}) == 0
+    assert "8.19 billion" in capsys.readouterr().out
+
+
+def test_no_loss_chunks_are_refused_in_words(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert main([str(tmp_path), "--loss-chunks", "0"]) == 1
+    assert "loss_chunks is 0; expected an integer >= 1" in capsys.readouterr().out
+
+
+def test_a_figure_of_another_format_and_a_wrong_file_are_named(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert main([str(tmp_path), "--figure", "m.txt"]) == 2
+    assert "m.txt: a PNG is written" in capsys.readouterr().err
+    (tmp_path / "llama.json").write_text(json.dumps({**CONFIG, "model_type": "llama"}))
+    assert main([str(tmp_path / "llama.json")]) == 2
+    assert "llama.json" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_read_enough_is_no_error(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    code = f"import sys; from neuron_parallel.cli import main; sys.exit(main([{str(tmp_path)!r}, '--top', '200']))"
+    run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    run.stdout.close()
+    assert (run.wait(), run.stderr.read()) == (0, b"")
+
+
+@pytest.mark.parametrize(
+    ("times", "said"),
+    [(1.2, "GiB: fits\n"), (1.05, "GiB: fits only within the model's error of 10%\n"), (0.95, "DOES NOT FIT\n")],
+)
+def test_a_plan_within_the_models_error_is_not_called_fitting(times, said):
+    """A core whose room for tensors is so many times the largest moment."""
+    report = core_memory(plan(64, tp=4), QWEN3_8B)
+    core = report.peak.bytes * times * TRN2.hbm_bytes / (TRN2.hbm_bytes - device_allowance(TRN2))
+    chip = replace(TRN2.instance.chip, hbm_bytes=int(core * 4))
+    cluster = replace(TRN2, instance=replace(TRN2.instance, chip=chip))
+    assert said in memory_table(report, cluster) + "\n"

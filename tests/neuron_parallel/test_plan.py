@@ -159,3 +159,9 @@ def test_no_plan_of_the_grid_crashes_and_a_valid_one_has_a_memory():
             )
             assert report.peak.bytes > 0 and min(report.peak.by_part().values()) >= 0
     assert valid > 50
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True])
+def test_a_number_of_loss_chunks_that_is_none_is_refused(value):
+    found = errors(ParallelPlan(), QWEN3_8B, TRN2, Training(loss_chunks=value))
+    assert [finding.rule for finding in found] == ["degree"] and f"loss_chunks is {value!r}" in found[0].message

@@ -17,8 +17,9 @@ from plan_shapes import QWEN3_4B, QWEN3_8B, QWEN3_30B, QWEN3_235B, TRN2
 def test_suggestions_are_valid_fit_and_are_in_order(shape):
     found = suggest(shape, TRN2)
     assert found.choices and found.cut is None
-    speeds = [choice.time.tokens_per_second for choice in found.choices]
-    assert speeds == sorted(speeds, reverse=True)
+    for tight in (False, True):
+        speeds = [choice.time.tokens_per_second for choice in found.choices if choice.tight == tight]
+        assert speeds == sorted(speeds, reverse=True)
     for choice in found.choices:
         assert choice.plan.world == 64 and choice.reason
         assert not errors(choice.plan, shape, TRN2, choice.training)
@@ -72,3 +73,12 @@ def test_the_bound_that_spares_the_exact_figure_is_never_above_it():
 def test_235b_does_not_fit_one_node_and_does_on_four():
     assert not suggest(QWEN3_235B, TRN2, fixed={"pp": 1, "cp": 1, "dp_replicate": 1, "tp": 4}).choices
     assert suggest(QWEN3_235B, Cluster(instance("trn2.48xlarge"), 4), fixed={"pp": 1}).choices
+
+
+def test_what_fits_only_within_the_models_error_comes_after_all_that_fits_beyond_it():
+    found = suggest(QWEN3_30B, TRN2)
+    room = TRN2.hbm_bytes - device_allowance(TRN2)
+    tight = [choice.tight for choice in found.choices]
+    assert tight == sorted(tight) and 0 < sum(tight) < len(tight)
+    assert all((choice.peak * 1.1 > room) == choice.tight for choice in found.choices)
+    assert all(("model's error of 10%" in choice.reason) == choice.tight for choice in found.choices)

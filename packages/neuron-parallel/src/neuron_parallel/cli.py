@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -11,7 +12,7 @@ from typing import Any
 
 from neuron_parallel.files import whole_file
 from neuron_parallel.hardware import GIB, INSTANCES, Cluster, instance
-from neuron_parallel.memory import Memory, device_allowance
+from neuron_parallel.memory import ACCURACY, Memory, device_allowance
 from neuron_parallel.model import ModelShape
 from neuron_parallel.plan import ParallelPlan, Training, validate
 from neuron_parallel.search import FIXABLE, MODES, Choice, Suggestions, suggest
@@ -35,7 +36,13 @@ def main(arguments: list[str] | None = None, models: Mapping[str, Mapping[str, A
     options = _parser(models or {}).parse_args(_one_fix_each(words[:end]))
     options.command = words[end + 1 :]
     try:
-        return _run(options, models or {})
+        code = _run(options, models or {})
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Whoever read the output has read enough (`plan ... | head`). Python would complain once more when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -105,6 +112,8 @@ def _parser(models: Mapping[str, Mapping[str, Any]]) -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace, models: Mapping[str, Mapping[str, Any]]) -> int:
     if options.launch and not options.command:
         raise ValueError("--launch needs the training script: plan MODEL --launch DIR -- apps/train RECIPE")
+    if options.figure and options.figure.suffix.lower() != ".png":
+        raise ValueError(f"--figure {options.figure}: a PNG is written; give a name that ends in .png")
     if options.figure and find_spec("matplotlib") is None:
         raise ValueError("--figure needs matplotlib: pip install 'neuron-parallel[figure]'")
     shape = _shape(options.model, models)
@@ -189,8 +198,9 @@ def _write_launch(options: argparse.Namespace, best: Choice, cluster: Cluster) -
 
 
 def _shape(name: str, models: Mapping[str, Mapping[str, Any]]) -> ModelShape:
-    if name in models:
-        return ModelShape.from_hf(models[name])
+    known = _known_name(name, models)
+    if known is not None:
+        return ModelShape.from_hf(models[known])
     path = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     if not path.is_file():
         raise ValueError(
@@ -202,7 +212,18 @@ def _shape(name: str, models: Mapping[str, Mapping[str, Any]]) -> ModelShape:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds {type(config).__name__}, expected a config.json's object")
-    return ModelShape.from_hf(config)
+    try:
+        return ModelShape.from_hf(config)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _known_name(name: str, models: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """The model that a name means: 8B, 8b, Qwen3-8B or Qwen/Qwen3-8B. A file or folder of that name comes first."""
+    if Path(name).exists():
+        return None
+    short = name.lower().removeprefix("qwen/").removeprefix("qwen3-")
+    return next((known for known in models if known.lower() == short), None)
 
 
 def _fixed(options: argparse.Namespace) -> dict[str, int]:
@@ -259,11 +280,14 @@ def memory_table(report: Memory, cluster: Cluster, formulas: bool = False) -> st
     else:
         lines += [f"  {part:<28}{size / GIB:8.2f} GiB" for part, size in peak.by_part().items() if size]
     used = peak.bytes + allowance
+    verdict = "DOES NOT FIT"
+    if used <= cluster.hbm_bytes:
+        safe = used + ACCURACY * peak.bytes <= cluster.hbm_bytes
+        verdict = "fits" if safe else f"fits only within the model's error of {ACCURACY:.0%}"
     lines += [
         f"  {'all tensors':<28}{peak.bytes / GIB:8.2f} GiB",
         f"  {'runtime, compiler (allowance)':<28}{allowance / GIB:7.2f} GiB",
-        f"  {'together':<28}{used / GIB:8.2f} of {cluster.hbm_bytes / GIB:.0f} GiB: "
-        f"{'fits' if used <= cluster.hbm_bytes else 'DOES NOT FIT'}",
+        f"  {'together':<28}{used / GIB:8.2f} of {cluster.hbm_bytes / GIB:.0f} GiB: {verdict}",
     ]
     return "\n".join(lines)
 

@@ -257,12 +257,12 @@ def validate(
     `cluster` may be a plain number of cores: then the machine's rules are left out. Degrees that are no numbers end the
     check early, since nothing else can be said. `warnings=False` leaves out rules that only warn.
     """
-    nonsense = list(_degrees(plan))
+    training = training or Training()
+    nonsense = list(_degrees(plan, training))
     if nonsense:
         return nonsense
     cores = cluster if isinstance(cluster, int) else cluster.cores
     plan = plan.resolve(cores)
-    training = training or Training()
     found = [
         *_world(plan, cores),
         *_model(plan, shape),
@@ -277,11 +277,13 @@ def validate(
     return found
 
 
-def _degrees(plan: ParallelPlan) -> Iterator[Finding]:
+def _degrees(plan: ParallelPlan, training: Training) -> Iterator[Finding]:
     for name in ("dp_replicate", "cp", "tp", "pp", "ep", "micro_batch", "seq_len"):
         value = getattr(plan, name)
         if type(value) is not int or value < 1:
             yield Finding("degree", f"{name} is {value!r}; expected an integer >= 1")
+    if type(training.loss_chunks) is not int or training.loss_chunks < 1:
+        yield Finding("degree", f"loss_chunks is {training.loss_chunks!r}; expected an integer >= 1")
     for name in ("dp_shard", "global_batch"):
         value = getattr(plan, name)
         if type(value) is not int or (value < 1 and value != -1):

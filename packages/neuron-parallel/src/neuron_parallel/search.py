@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 from itertools import islice
 
 from neuron_parallel.hardware import Cluster
-from neuron_parallel.memory import Memory, core_memory, device_allowance, least_bytes, peak_bytes
+from neuron_parallel.memory import ACCURACY, Memory, core_memory, device_allowance, least_bytes, peak_bytes
 from neuron_parallel.model import ModelShape
 from neuron_parallel.plan import ParallelPlan, Training, divisors, errors
 from neuron_parallel.step_time import EFFICIENCY, StepTime, step_time
@@ -50,6 +50,8 @@ class Choice:
     time: StepTime
     reason: str
     shape: ModelShape = field(repr=False)
+    tight: bool = False
+    """It fits only if the memory model is better than its accuracy."""
 
     @cached_property
     def memory(self) -> Memory:
@@ -85,8 +87,9 @@ def suggest(
     modes: tuple[str, ...] = MODES,
     efficiency: float = EFFICIENCY,
 ) -> Suggestions:
-    """All layouts of the whole cluster that work and fit, fastest first; of each the fastest micro-batch and
-    checkpointing mode.
+    """All layouts of the whole cluster that work and fit, each with its fastest micro-batch and checkpointing mode.
+
+    The fastest comes first. Layouts that fit only within the model's error come after all others.
 
     `fixed` holds fields of ParallelPlan. Without a global batch every rank computes one micro-batch a step, with a
     pipeline two micro-batches a stage. Raises ValueError for an unknown field.
@@ -124,15 +127,24 @@ def _suggest(
         for plan in _batches(layout, fixed):
             enqueue(number, plan, 0)
     found: dict[int, Choice] = {}
+    tight: dict[int, tuple[ParallelPlan, Training, float, StepTime]] = {}
     while queue:
         _, number, _, mode, plan, time = heappop(queue)
         if number in found:
             continue
         how = hows[mode]
-        if (peak := peak_bytes(plan, shape, how, room)) <= room:
+        peak = peak_bytes(plan, shape, how, room)
+        if peak * (1 + ACCURACY) <= room:
             found[number] = Choice(plan, how, peak, time, _reason(plan, time, found, cluster), shape)
-        else:
-            enqueue(number, plan, mode + 1)
+            continue
+        if peak <= room and number not in tight:
+            tight[number] = plan, how, peak, time
+        enqueue(number, plan, mode + 1)
+    # A layout that fits only within the model's error comes after all that fit beyond it.
+    for number, (plan, how, peak, time) in tight.items():
+        if number not in found:
+            reason = f"{_reason(plan, time, found, cluster)}; fits only within the model's error of {ACCURACY:.0%}"
+            found[number] = Choice(plan, how, peak, time, reason.removeprefix("; "), shape, tight=True)
     cut = None if found or not layouts else _cut(shape, cluster, layouts, fixed, training, room)
     return Suggestions(tuple(found.values()), len(layouts), cut)
 

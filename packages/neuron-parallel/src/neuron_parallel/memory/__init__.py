@@ -14,10 +14,10 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from neuron_parallel.memory.peak import core_memory, device_allowance, least_bytes, peak_bytes
+from neuron_parallel.memory.peak import ACCURACY, core_memory, device_allowance, least_bytes, peak_bytes
 from neuron_parallel.memory.snapshot import PARTS, Memory, Snapshot
 
-__all__ = ["PARTS", "Memory", "Snapshot", "core_memory", "device_allowance", "least_bytes", "peak_bytes"]
+__all__ = ["ACCURACY", "PARTS", "Memory", "Snapshot", "core_memory", "device_allowance", "least_bytes", "peak_bytes"]
 
 _RENAMED = "the function neuron_parallel.memory is now neuron_parallel.core_memory"
 

@@ -20,8 +20,10 @@ from neuron_parallel.memory.timeline import Timeline
 from neuron_parallel.model import ModelShape
 from neuron_parallel.plan import ParallelPlan, Training, stage_layers, stays_gathered
 
-__all__ = ["core_memory", "device_allowance", "least_bytes", "peak_bytes"]
+__all__ = ["ACCURACY", "core_memory", "device_allowance", "least_bytes", "peak_bytes"]
 
+ACCURACY = 0.1
+"""The share of the largest moment by which the formulas may be off (tests/integration/test_memory_model.py)."""
 USABLE = 23.5e9
 """Bytes of a 24 GiB core at which out-of-memory was met (reports from the field)."""
 
