@@ -82,3 +82,10 @@ def test_what_fits_only_within_the_models_error_comes_after_all_that_fits_beyond
     assert tight == sorted(tight) and 0 < sum(tight) < len(tight)
     assert all((choice.peak * 1.1 > room) == choice.tight for choice in found.choices)
     assert all(("model's error of 10%" in choice.reason) == choice.tight for choice in found.choices)
+
+
+def test_layouts_are_ranked_as_the_toolkit_runs_them_context_parallel_with_a_mask():
+    found = suggest(QWEN3_8B, TRN2).choices
+    assert (found[0].plan.tp, found[0].plan.dp_shard, found[0].plan.cp) == (4, 16, 1)  # the recipe's own layout
+    assert {choice.plan.cp > 1 for choice in found} == {True, False}
+    assert all((choice.training.attention == "masked") == (choice.plan.cp > 1) for choice in found)

@@ -22,3 +22,11 @@ def test_a_pipeline_pays_its_bubble():
     time = step_time(layout, QWEN3_8B, TRN2, Training())
     busy = max(time.compute, time.memory, time.fsdp) + time.tp + time.cp + time.ep
     assert time.bubble == pytest.approx(busy * 3 / 8)
+
+
+def test_only_a_causal_kernel_skips_half_of_the_scores():
+    layout = plan(64, tp=4)
+    flash, masked = (step_time(layout, QWEN3_8B, TRN2, Training(attention=name)) for name in ("flash", "masked"))
+    skipped = 3.5 * 36 * 2 * 32 * 128 * 4096 * 16 * 4096  # selective: half a forward pass again
+    assert masked.compute - flash.compute == pytest.approx(skipped / (64 * 166.75e12 * 0.5))
+    assert masked.model_flops == flash.model_flops

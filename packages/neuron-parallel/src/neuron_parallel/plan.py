@@ -29,6 +29,7 @@ __all__ = [
     "Finding",
     "ParallelPlan",
     "Training",
+    "as_run",
     "divisors",
     "errors",
     "expert_shard_dim",
@@ -419,6 +420,12 @@ def stays_gathered(plan: ParallelPlan, training: Training) -> bool:
     TorchTitan's `default` policy reshards without a pipeline only (get_fsdp_reshard_after_forward_policy).
     """
     return training.reshard == "never" or (training.reshard == "default" and plan.pp > 1)
+
+
+def as_run(plan: ParallelPlan, training: Training) -> Training:
+    """The training as this toolkit runs it: with context parallel, attention always takes a document mask."""
+    masked = plan.cp > 1 and training.attention == "flash"
+    return replace(training, attention="masked") if masked else training
 
 
 @lru_cache(maxsize=256)

@@ -17,7 +17,7 @@ from itertools import islice
 from neuron_parallel.hardware import Cluster
 from neuron_parallel.memory import ACCURACY, Memory, core_memory, device_allowance, least_bytes, peak_bytes
 from neuron_parallel.model import ModelShape
-from neuron_parallel.plan import ParallelPlan, Training, divisors, errors
+from neuron_parallel.plan import ParallelPlan, Training, as_run, divisors, errors
 from neuron_parallel.step_time import EFFICIENCY, StepTime, step_time
 
 __all__ = ["FIXABLE", "MODES", "Choice", "Cut", "Suggestions", "suggest"]
@@ -110,6 +110,7 @@ def _suggest(
     if unknown:
         raise ValueError(f"{', '.join(unknown)} cannot be held fixed; known: {', '.join(FIXABLE)}")
     hows = [replace(training, checkpointing=mode) for mode in MODES if mode in modes]  # type: ignore[arg-type]
+    masked = [as_run(ParallelPlan(cp=2), how) for how in hows]
     room = cluster.hbm_bytes - device_allowance(cluster)
     layouts = list(_valid(shape, cluster, fixed, training))
     # Candidates by estimated time: memory, which costs more to work out, is looked at in that order. More checkpointing
@@ -117,10 +118,11 @@ def _suggest(
     queue: list[tuple[float, int, int, int, ParallelPlan, StepTime]] = []
 
     def enqueue(number: int, plan: ParallelPlan, mode: int) -> None:
-        while mode < len(hows) and least_bytes(plan, shape, hows[mode]) > room:
+        run = masked if plan.cp > 1 else hows
+        while mode < len(run) and least_bytes(plan, shape, run[mode]) > room:
             mode += 1
-        if mode < len(hows):
-            time = step_time(plan, shape, cluster, hows[mode], efficiency)
+        if mode < len(run):
+            time = step_time(plan, shape, cluster, run[mode], efficiency)
             heappush(queue, (-time.tokens_per_second, number, plan.micro_batch, mode, plan, time))
 
     for number, layout in enumerate(layouts):
@@ -132,7 +134,7 @@ def _suggest(
         _, number, _, mode, plan, time = heappop(queue)
         if number in found:
             continue
-        how = hows[mode]
+        how = (masked if plan.cp > 1 else hows)[mode]
         peak = peak_bytes(plan, shape, how, room)
         if peak * (1 + ACCURACY) <= room:
             found[number] = Choice(plan, how, peak, time, _reason(plan, time, found, cluster), shape)
@@ -251,7 +253,12 @@ def _cut(
 
     Only the whole model's valid layouts can be a smaller one's: every rule about layers or experts asks more of fewer.
     """
-    frugal = replace(training, checkpointing="full")
+    bare = replace(training, checkpointing="full")
+    masked = as_run(ParallelPlan(cp=2), bare)
+
+    def frugal(plan: ParallelPlan) -> Training:
+        return masked if plan.cp > 1 else bare
+
     plans = [plan for layout in layouts for plan in islice(_batches(layout, fixed), 1)]
     smallest = min((plan.micro_batch for plan in plans), default=1)
     plans = [plan for plan in plans if plan.micro_batch == smallest]
@@ -261,15 +268,14 @@ def _cut(
         first.
         """
         possible = ((number, plan) for number, plan in enumerate(plans) if plan.pp <= part.num_hidden_layers + 2)
-        return sorted((least_bytes(plan, part, frugal), number) for number, plan in possible)
+        return sorted((least_bytes(plan, part, frugal(plan)), number) for number, plan in possible)
 
     def fits(part: ModelShape) -> bool:
         for bound, number in candidates(part):
             if bound > room:
                 break
-            if peak_bytes(plans[number], part, frugal, room) <= room and not errors(
-                plans[number], part, cluster, frugal
-            ):
+            plan = plans[number]
+            if peak_bytes(plan, part, frugal(plan), room) <= room and not errors(plan, part, cluster, frugal(plan)):
                 return True
         return False
 
@@ -278,7 +284,7 @@ def _cut(
         for bound, number in candidates(shape):
             if bound > best:
                 break
-            best = min(best, peak_bytes(plans[number], shape, frugal, best))
+            best = min(best, peak_bytes(plans[number], shape, frugal(plans[number]), best))
         return best
 
     def most(sizes: list[ModelShape]) -> int:

@@ -169,7 +169,15 @@ class _Work:
         peak = self.cluster.peak_flops("bf16" if self.training.compute_bytes == 2 else "fp32")
         # The stage with most layers sets the pace of a pipeline.
         balance = self.layers * plan.pp / self.shape.num_hidden_layers if plan.pp > 1 else 1.0
-        return self.model_flops * (3 + self.repeats) / 3 * balance / (plan.world * peak * self.efficiency)
+        return self._flops() * (3 + self.repeats) / 3 * balance / (plan.world * peak * self.efficiency)
+
+    def _flops(self) -> float:
+        """FLOPs of a forward and a backward pass. Only a causal kernel skips the masked half of the scores."""
+        plan, shape = self.plan, self.shape
+        if self.training.attention == "flash":
+            return self.model_flops
+        skipped = shape.num_hidden_layers * 2 * shape.num_attention_heads * shape.head_dim * plan.seq_len
+        return self.model_flops + 3 * skipped * plan.global_batch * plan.seq_len
 
     def memory(self) -> float:
         """Weights read three times, kept activations written and read."""
