@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import textwrap
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,7 +78,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the last checkpoint in --dump_folder, or in this recipe's newest run",
+        help="go on from the last good checkpoint in --dump_folder, or in this recipe's newest run",
+    )
+    parser.add_argument(
+        "--strict-resume",
+        action="store_true",
+        help="with --resume: stop when the newest step is damaged, instead of going on from the last good one",
     )
     parser.add_argument(
         "--dump_folder", metavar="DIR", help=f"where the run writes (default: {OUTPUTS}/RECIPE-DATE-TIME)"
@@ -126,7 +132,12 @@ def _main(arguments: list[str], recipes: Path) -> int:
         build_config(replace(options, titan_args=(*rest, "--help")))
     if asked.dry_run:
         return _dry_run(asked, options)
-    return _train(asked, options)
+    try:
+        return _train(asked, options)
+    except UserError:
+        with suppress(OSError):
+            Path(options.dump_folder).rmdir()  # made for this run, and still empty
+        raise
 
 
 def _warn_of_untested(allowed: bool) -> None:
@@ -147,7 +158,8 @@ def _options(asked: argparse.Namespace, recipe: Recipe, rest: list[str], argumen
     device = choose_device("cpu" if asked.dry_run else asked.device)
     if asked.instance and not asked.dry_run and device != "neuron":
         raise UserError(f"--instance is for Neuron's memory, or a --dry-run; this run is on {device}.")
-    folder = asked.dump_folder or run_folder(recipe, resume=asked.resume)
+    trains = not (asked.help or asked.dry_run)
+    folder = asked.dump_folder or (run_folder(recipe, resume=asked.resume) if trains else OUTPUTS)
     set_device(device)
     if device == "cpu":
         import torch
@@ -155,6 +167,8 @@ def _options(asked: argparse.Namespace, recipe: Recipe, rest: list[str], argumen
         # Ranks are forked: an OpenMP pool that a recipe's tensors made in this process would be dead in theirs, and
         # waited for. With one thread there is no pool; each rank sets its own number.
         torch.set_num_threads(1)
+    if asked.strict_resume:
+        rest = [*rest, "--checkpoint.strict_resume"]
     return Options(
         recipe=recipe,
         titan_args=tuple(rest),
@@ -199,14 +213,18 @@ def _train(asked: argparse.Namespace, options: Options) -> int:
         from .launch.compare_modes import compare_modes
 
         return compare_modes(options, world, config.training.mixed_precision_param)
-    if launched:
-        from .launch.rank import run_rank
+    from .launch.run_lock import run_lock
 
-        outcome = run_rank(options)
-    else:
-        from .launch.elastic import launch
+    # The launcher holds the run's folder, or rank 0 where another launcher started the ranks.
+    with run_lock(Path(options.dump_folder)) if environment.is_first() else nullcontext():
+        if launched:
+            from .launch.rank import run_rank
 
-        outcome = launch(options, world)
+            outcome = run_rank(options)
+        else:
+            from .launch.elastic import launch
+
+            outcome = launch(options, world)
     return 0 if outcome.signal is None else 128 + outcome.signal
 
 
@@ -218,6 +236,8 @@ def _refuse_unheeded(options: argparse.Namespace) -> None:
         raise UserError(
             f"--nproc {options.nproc}, but torchrun started {environment.world_size()} ranks: leave --nproc out."
         )
+    if options.strict_resume and not options.resume:
+        raise UserError("--strict-resume says how to resume: give --resume too, or leave it out.")
     if environment.is_launched() and options.compare_modes:
         raise UserError("--compare-modes starts its ranks itself, twice: run it without torchrun.")
     for flag, others in {"dry_run": ("compare_modes", "profile", "resume"), "compare_modes": ("resume",)}.items():

@@ -107,6 +107,8 @@ MEMBERS: tuple[Upstream, ...] = (
     Upstream(_DCP, "CheckpointManager._should_save", _STEPS),
     Upstream(_DCP, "CheckpointManager._find_load_step", _STEPS),
     Upstream(_DCP, "CheckpointManager._purge_stale_checkpoints", _STEPS),
+    Upstream(_DCP, "CheckpointManager._create_checkpoint_id", _STEPS),
+    Upstream(_DCP, "CheckpointManager._wait_for_saving", _STEPS),
     Upstream(_DISPATCHER, "AllToAllTokenDispatcher._token_count_exchange", _EXCHANGE),
     Upstream(_DISPATCHER, "AllToAllTokenDispatcher._dispatch_token_exchange", _EXCHANGE),
     Upstream(_DISPATCHER, "AllToAllTokenDispatcher._combine_token_exchange", _EXCHANGE),

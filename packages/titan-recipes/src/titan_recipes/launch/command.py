@@ -12,6 +12,9 @@ __all__ = ["resume_command"]
 
 _PROGRAM = "apps/train"
 
+_ONCE = ("--dump_folder", "--checkpoint.load_step")
+"""Options that hold for one start: the folder is said anew, and a run that went back goes on from its newest step."""
+
 
 def resume_command(arguments: Sequence[str], folder: str) -> str:
     """Return the command line of this process, going on in `folder`: the same launcher, program and options.
@@ -22,9 +25,9 @@ def resume_command(arguments: Sequence[str], folder: str) -> str:
     """
     kept, skip = [], False
     for argument in arguments:
-        if not skip and argument != "--resume" and argument.partition("=")[0] != "--dump_folder":
+        if not skip and argument != "--resume" and argument.partition("=")[0] not in _ONCE:
             kept.append(argument)
-        skip = argument == "--dump_folder"
+        skip = not skip and argument in _ONCE
     return shlex.join([*_typed(len(arguments)), *kept, "--resume", "--dump_folder", folder])
 
 

@@ -1,5 +1,6 @@
 """The folder of a run: a new one named after recipe and time, or the newest that a resumed run can go on from."""
 
+import itertools
 import time
 from pathlib import Path
 
@@ -20,8 +21,23 @@ def run_folder(recipe: Recipe, *, resume: bool) -> str:
     """
     if resume:
         return _newest(recipe)
+    if environment.is_launched() and environment.world_size() > 1:
+        return _same_on_all_ranks(recipe)
+    return _fresh(recipe)
+
+
+def _fresh(recipe: Recipe) -> str:
+    """Make a folder of this run's own: two starts in the same second get two."""
     name = f"{OUTPUTS}/{recipe.function}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return _same_on_all_ranks(name) if environment.is_launched() and environment.world_size() > 1 else name
+    Path(OUTPUTS).mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        folder = name if number == 1 else f"{name}-{number}"
+        try:
+            Path(folder).mkdir()
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError("count() does not end")
 
 
 def _newest(recipe: Recipe) -> str:
@@ -35,8 +51,8 @@ def _newest(recipe: Recipe) -> str:
     return str(resumable[-1])
 
 
-def _same_on_all_ranks(name: str) -> str:
-    """Rank 0's `name`, through the store that torchrun keeps for the job."""
+def _same_on_all_ranks(recipe: Recipe) -> str:
+    """Rank 0's new folder, through the store that torchrun keeps for the job."""
     if not environment.has_agent_store():
         raise UserError("Several ranks without torchrun's store: name the run's folder with --dump_folder.")
     from torch.distributed import PrefixStore, TCPStore
@@ -44,5 +60,5 @@ def _same_on_all_ranks(name: str) -> str:
     agent = TCPStore(*environment.rendezvous_address(), is_master=False)
     store = PrefixStore(f"titan-recipes-{environment.launch_count()}", agent)
     if environment.is_first():
-        store.set("run", name)
+        store.set("run", _fresh(recipe))
     return bytes(store.get("run")).decode()

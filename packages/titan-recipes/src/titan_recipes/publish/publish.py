@@ -16,7 +16,7 @@ from hf_ckpt_adapter import export_step
 from safetensors.torch import save_file
 from torchtitan.distributed.spmd_types import set_spmd_meshes
 
-from ..checkpoint.steps import complete_steps, step_folder
+from ..checkpoint.steps import step_folder
 from ..data.loader import TextDataLoader, split_documents
 from ..environment import without_ranks
 from ..logs import say
@@ -41,8 +41,8 @@ def publish(trainer: Trainer) -> None:
     """
     config = trainer.config
     run = Path(config.dump_folder)
-    step = complete_steps(run / config.checkpoint.folder)[-1]
-    checkpoint = step_folder(run / config.checkpoint.folder, step)
+    # The step of this run, not the highest number in its folder.
+    checkpoint = step_folder(run / config.checkpoint.folder, trainer.checkpointer.saved_step)
     references = _reference_losses(config, trainer.tokenizer)
     curve = draw_loss_curve(read_metrics(run / METRICS_FILE), run / "loss.png", references)
     say("")
