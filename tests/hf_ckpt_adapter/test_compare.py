@@ -1,12 +1,14 @@
 """Contract of compare.py: one flipped bit is found and placed, whatever the formats of the two sides."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from hf_ckpt_adapter import export_step
 from hf_ckpt_adapter.cli import main
 from hf_ckpt_adapter.compare import diff
-from hf_tiny import config, flip, fused, run, state, write_hub
+from hf_tiny import config, flip, fused, native, run, save_step, state, write_hub
 
 
 @pytest.fixture
@@ -78,3 +80,20 @@ def test_padding_of_the_vocabulary_is_no_difference_between_a_step_and_its_expor
         "6 padding rows of lm_head.weight",
         "6 padding rows of model.embed_tokens.weight",
     ]
+
+
+def test_an_expert_bias_that_differs_is_a_difference_and_none_is_zero(tmp_path: Path) -> None:
+    """Case 211: such a state is in no tensor of the Hub, and decides which experts a token goes to."""
+    cfg, name = config(moe=True), "layers.1.moe.expert_bias_E"
+    bias = {name: torch.tensor([0.0] * 7 + [0.5])}
+    step = save_step(tmp_path / "biased", cfg, native(cfg) | bias)
+    plain = save_step(tmp_path / "plain", cfg, native(cfg))
+    zero = save_step(tmp_path / "zero", cfg, native(cfg) | {name: torch.zeros(8)})
+    assert diff(plain, zero).equal
+    for other in (plain, zero):
+        (found,) = diff(step, other).different
+        assert (found.part, found.max, found.count, found.index) == (name, 0.5, 1, (7,))
+    export_step(step, tmp_path / "hf")
+    assert diff(step, tmp_path / "hf").equal
+    shutil.rmtree(tmp_path / "hf" / "titan_state")
+    assert not diff(step, tmp_path / "hf").equal

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from hf_ckpt_adapter import convert_checkpoint as convert
+from hf_ckpt_adapter import export_step
+from hf_ckpt_adapter.logits import compare_logits
 from hf_ckpt_adapter.verify import verify
-from hf_tiny import config, flip, run, state, write_hub
+from hf_tiny import config, flip, native, run, save_step, state, write_hub
 
 
 @pytest.fixture
@@ -67,3 +69,15 @@ def test_a_source_for_logits_that_is_not_there_is_refused(
     convert(hub, tmp_path / "out", "per-expert")
     code, found = run(capsys, "verify", tmp_path / "out", "--logits", tmp_path / "nowhere")
     assert code == 2 and found["kind"] == "FileNotFoundError"
+
+
+def test_logits_of_a_step_that_routes_with_a_bias_prove_nothing(tmp_path: Path) -> None:
+    """Case 211: without the bias the two would agree, and neither would be what was trained."""
+    cfg = config(moe=True)
+    step = save_step(tmp_path / "step-1", cfg, native(cfg) | {"layers.1.moe.expert_bias_E": torch.ones(8)})
+    export_step(step, tmp_path / "hf")
+    assert verify(tmp_path / "hf").ok
+    with pytest.raises(ValueError, match=r"routes with an expert bias \(up to 1, layers.1.moe.expert_bias_E\)"):
+        compare_logits(str(tmp_path / "hf"), str(step))
+    with pytest.raises(ValueError, match="routes with an expert bias"):
+        compare_logits(str(tmp_path / "hf"), str(tmp_path / "hf"))

@@ -1,7 +1,8 @@
 """Compare two checkpoints of any format and layout, part by part, block by block.
 
 Both sides are read as parts (the tensors of the Hub's per-expert layout), so that a DCP step and a Hub folder with
-fused experts line up. A tied side without a head is compared by its embedding.
+fused experts line up. A tied side without a head is compared by its embedding, and one without native-only state (an expert bias)
+as if it were zero.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from .names.rows import Piece, Shape
 from .names.table import EMBED, HEAD
 from .names.write import Target
 from .plan import Output, resolve
+from .side_state import read_side_state
 from .sources import assets_of, find, open_source
 from .stream import blocks
 from .vocabulary import vocabulary
@@ -81,14 +83,17 @@ class Comparison:
 
 
 class Model:
-    """A checkpoint opened as parts; `config` is its config.json, or empty when it has none. Rows that only pad the
-    vocabulary are not in `parts`; `padding` has their number.
+    """A checkpoint opened as parts.
+
+    `config` is its config.json, or empty when it has none. Rows that only pad the vocabulary are not in `parts`; `padding`
+    has their number. `side` is native-only state by native name.
     """
 
     def __init__(self, name: str | Path, *, follow_symlinks: bool = False) -> None:
         self.folder = find(name)
         self.source: TensorSource = open_source(self.folder, follow_symlinks=follow_symlinks)
         self.reading: Reading = read_names({n: i.shape for n, i in self.source.tensors.items()})
+        self.side = read_side_state(self.source, self.reading, self.folder, follow_symlinks=follow_symlinks)
         try:
             assets = assets_of(self.folder, follow_symlinks=follow_symlinks)
             self.config = load_config(assets, follow_symlinks=follow_symlinks)
@@ -168,6 +173,22 @@ def _compare(a: Model, b: Model, part: str, count: Callable[[int], None]) -> Dif
     return Difference(part, "value", a.place(part), b.place(part), worst, total / elements, different, index)
 
 
+def _compare_side(a: Model, b: Model, name: str) -> Difference | None:
+    """Native-only state of both sides. Where one has none it routes as with zeros."""
+    found = [m.side.get(name) for m in (a, b)]
+    like = next(t for t in found if t is not None)
+    x, y = (torch.zeros_like(like) if t is None else t for t in found)
+    left, right = (f"{m.folder}" + ("" if name in m.side else " (absent, so zero)") for m in (a, b))
+    if x.shape != y.shape:
+        return Difference(name, "shape", left, right, detail=f"shape {list(x.shape)} against {list(y.shape)}")
+    gap = (x.double() - y.double()).abs().nan_to_num(nan=float("inf"))
+    unequal = gap != 0
+    if not unequal.any():
+        return None
+    first = (int(unequal.nonzero()[0]),)
+    return Difference(name, "value", left, right, float(gap.max()), float(gap.mean()), int(unequal.sum()), first)
+
+
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.view(kinds[tensor.dtype.itemsize])
@@ -218,6 +239,10 @@ def diff(
             if difference is None:
                 result.same += 1
             else:
+                result.different.append(difference)
+        for name in sorted(one.side.keys() | other.side.keys(), key=natural):
+            difference = _compare_side(one, other, name)
+            if difference is not None:
                 result.different.append(difference)
         return result
     finally:

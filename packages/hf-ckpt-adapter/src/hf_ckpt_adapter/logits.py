@@ -62,12 +62,9 @@ def compare_logits(export: str, source: str) -> dict[str, Any]:
     """Missing and unexpected names of the export, and the largest logit difference to `source`.
 
     Raises:
-        ValueError: neither Transformers nor qwen3-core is installed, or the two are not of one shape.
+        ValueError: neither Transformers nor qwen3-core is installed, the two are not of one shape, or one of them routes
+            with an expert bias.
     """
-    builders: dict[str, Build] = {"transformers": _with_transformers, "qwen3_core": _with_qwen3_core}
-    library = next((n for n in builders if importlib.util.find_spec(n)), None)
-    if library is None:
-        raise ValueError("comparing logits needs transformers or qwen3-core; neither is installed here")
     one, other = Model(export), Model(source)
     try:
         differ = [part for part in one.parts.keys() & other.parts.keys() if one.parts[part] != other.parts[part]]
@@ -77,13 +74,16 @@ def compare_logits(export: str, source: str) -> dict[str, Any]:
                 f"these are two models: {part} is {list(one.parts[part])} in {export} and {list(other.parts[part])} "
                 f"in {source}"
             )
+        for model in (one, other):
+            _refuse_bias(model)
+        library, build = _library()
         state, dtypes = _state(one)
         reference = {p: t.to(dtypes[p]).float() if p in dtypes else t for p, t in _state(other)[0].items()}
         tokens = torch.randint(0, state["model.embed_tokens.weight"].shape[0], (1, TOKENS), generator=_seed())
         with torch.no_grad():
-            run, missing, unexpected = builders[library](one.config, state)
+            run, missing, unexpected = build(one.config, state)
             ours = run(tokens)
-            run, _, _ = builders[library](other.config or one.config, reference)
+            run, _, _ = build(other.config or one.config, reference)
             gap = float((ours - run(tokens)).abs().max())
     finally:
         one.close()
@@ -95,6 +95,28 @@ def compare_logits(export: str, source: str) -> dict[str, Any]:
         "difference": gap,
         "tokens": TOKENS,
     }
+
+
+def _library() -> tuple[str, Build]:
+    """The modelling library that is installed, and what builds a model with it."""
+    builders: dict[str, Build] = {"transformers": _with_transformers, "qwen3_core": _with_qwen3_core}
+    for name, build in builders.items():
+        if importlib.util.find_spec(name):
+            return name, build
+    raise ValueError("comparing logits needs transformers or qwen3-core; neither is installed here")
+
+
+def _refuse_bias(model: Model) -> None:
+    """ValueError when a checkpoint routes with an expert bias: the libraries here have no place for it."""
+    biased = {
+        n: float(t.double().abs().max()) for n, t in model.side.items() if n.endswith("expert_bias_E") and t.any()
+    }
+    if biased:
+        worst = max(biased, key=lambda n: biased[n])
+        raise ValueError(
+            f"{model.folder} routes with an expert bias (up to {biased[worst]:.6g}, {worst}). A Hugging Face model has no "
+            "place for it and computes something else, so there are no logits to compare."
+        )
 
 
 def _seed() -> torch.Generator:
