@@ -98,6 +98,34 @@ def test_a_single_file_beside_shards_without_an_index_is_refused(tmp_path: Path)
         open_source(folder)
 
 
+@pytest.mark.parametrize("index", [True, False])
+def test_a_shard_that_the_names_of_the_others_count_is_missed_by_name(tmp_path: Path, index: bool) -> None:
+    """Case 212: a model of fewer layers would come out of it, with --fit-config without a word."""
+    folder = sharded(tmp_path / "hub")
+    lost = "model-00002-of-00003.safetensors"
+    (folder / lost).unlink()
+    path = folder / "model.safetensors.index.json"
+    content = json.loads(path.read_text())
+    content["weight_map"] = {t: f for t, f in content["weight_map"].items() if f != lost}
+    path.write_text(json.dumps(content)) if index else path.unlink()
+    with pytest.raises(FileNotFoundError, match=rf"count 3 files by their names, and 1 are missing: {lost}"):
+        SafetensorsFolder(folder)
+
+
+@pytest.mark.parametrize(("total", "fine"), [(None, True), ("absent", True), (1, False), ("many", False)])
+def test_the_bytes_that_an_index_promises_are_there(tmp_path: Path, total: Any, fine: bool) -> None:
+    folder = sharded(tmp_path / "hub")
+    path = folder / "model.safetensors.index.json"
+    content = json.loads(path.read_text())
+    content["metadata"] = {} if total == "absent" else {"total_size": total}
+    path.write_text(json.dumps(content))
+    if fine:
+        assert SafetensorsFolder(folder).tensors.keys() == state(config()).keys()
+    else:
+        with pytest.raises(ValueError, match=rf"total_size is {total}, and the tensors that it names have \d+ bytes"):
+            SafetensorsFolder(folder)
+
+
 def test_only_files_of_the_index_are_used(tmp_path: Path) -> None:
     folder = sharded(tmp_path / "hub")
     for stray in ("adapter.safetensors", "consolidated.safetensors", "model.safetensors"):

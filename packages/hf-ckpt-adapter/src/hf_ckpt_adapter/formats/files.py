@@ -10,6 +10,7 @@ import json
 import os
 import re
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ __all__ = [
     "read_json",
     "regular_file",
     "shard_file",
+    "shards_missing",
 ]
 
 CONFIG = "config.json"
@@ -61,6 +63,7 @@ TOKENIZER_FILES = (
 )
 COPIED_FILES = ("generation_config.json", *TOKENIZER_FILES)  # files that a conversion copies as they are
 ASSET_FILES = (CONFIG, *COPIED_FILES)
+_SHARD = re.compile(r"(?P<stem>[\w.-]*-)\d{5}(?P<rest>-of-(?P<count>\d{5})\.safetensors)")
 _WEIGHT_FILES = re.compile(r"model[\w.-]*\.safetensors(\.index\.json)?|__\d+_\d+\.distcp|\.metadata")
 MAX_OPEN = 32  # of the 1,024 files that a process may have open; a checkpoint of many ranks has more
 
@@ -68,6 +71,13 @@ MAX_OPEN = 32  # of the 1,024 files that a process may have open; a checkpoint o
 def shard_file(number: int, count: int) -> str:
     """File `number` (from 1) of the `count` that a Hugging Face folder's weights are in."""
     return SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def shards_missing(names: Iterable[str]) -> list[str]:
+    """Files that other files' names count (`-of-00003`) and that are not among them; a checkpoint has all its shards."""
+    here = set(names)
+    sets = {match.group("stem", "rest", "count") for match in map(_SHARD.fullmatch, here) if match}
+    return sorted({f"{stem}{i:05d}{rest}" for stem, rest, count in sets for i in range(1, int(count) + 1)} - here)
 
 
 def chunk_file(number: int, rank: int = 0) -> str:

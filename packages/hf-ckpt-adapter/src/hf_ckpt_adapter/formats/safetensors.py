@@ -17,7 +17,17 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .files import INDEX, SINGLE, OpenFiles, is_plain, parse_json, pread_exactly, read_json, regular_file
+from .files import (
+    INDEX,
+    SINGLE,
+    OpenFiles,
+    is_plain,
+    parse_json,
+    pread_exactly,
+    read_json,
+    regular_file,
+    shards_missing,
+)
 from .tensors import DTYPE_NAMES, DTYPES, MAX_DIMS, TensorInfo
 
 __all__ = [
@@ -119,7 +129,7 @@ class SafetensorsFolder:
         self._paths: dict[str, Path] = {}
         self._places: dict[str, tuple[str, int]] = {}
         self.tensors: dict[str, TensorInfo] = {}
-        weight_map = self._read_index()
+        weight_map, total = self._read_index()
         names = sorted(set(weight_map.values())) if weight_map is not None else self._loose_files()
         missing = []
         for name in names:
@@ -131,6 +141,12 @@ class SafetensorsFolder:
             raise FileNotFoundError(
                 f"{folder}: {len(missing)} of {len(names)} files that the index names are missing: {', '.join(missing)}"
             )
+        lost = shards_missing(names)
+        if lost:
+            raise FileNotFoundError(
+                f"{folder}: {min(names)} and others count {len(names) + len(lost)} files by their names, and "
+                f"{len(lost)} are missing: {', '.join(lost[:5])}. Fetch them; a model without them is another one."
+            )
         for name in names:
             self._add_file(name, weight_map)
         if weight_map is not None:
@@ -140,10 +156,18 @@ class SafetensorsFolder:
                     f"{folder}: the index places {len(absent)} tensors where they are not, such as "
                     f"{absent[0]!r} in {weight_map[absent[0]]}"
                 )
+            size = sum(info.nbytes for info in self.tensors.values())
+            if total not in (None, size):
+                raise ValueError(
+                    f"{folder / INDEX}: total_size is {total}, and the tensors that it names have {size} bytes. A file is "
+                    "not the one that was saved, or the index is of another save. Fetch them anew, or remove total_size "
+                    "from the index if you trust the files."
+                )
 
-    def _read_index(self) -> dict[str, str] | None:
+    def _read_index(self) -> tuple[dict[str, str] | None, Any]:
+        """Tensor -> file, and the bytes of all tensors as the index has them; None where there is no such thing."""
         if not os.path.lexists(self.folder / INDEX):
-            return None
+            return None, None
         path = regular_file(self.folder, INDEX, follow_symlinks=self._follow)
         index = read_json(path, MAX_INDEX, "an index")
         weight_map = index.get("weight_map") if isinstance(index, dict) else None
@@ -155,7 +179,8 @@ class SafetensorsFolder:
                     f"{path}: tensor {tensor!r} is placed in {name!r}; expected the plain name of a "
                     ".safetensors file in the same folder. Refused."
                 )
-        return weight_map
+        metadata = index.get("metadata")
+        return weight_map, metadata.get("total_size") if isinstance(metadata, dict) else None
 
     def _loose_files(self) -> list[str]:
         names = sorted(p.name for p in self.folder.glob("*.safetensors")) if self.folder.is_dir() else []
