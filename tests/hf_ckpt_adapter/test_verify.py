@@ -31,7 +31,7 @@ def test_verify_finds_damage_of_every_kind(tmp_path: Path, hub: Path, capsys: py
 
     flip(fresh("bit"), "model.norm.weight", 4, 3)
     flip(fresh("bias") / "titan_state", "layers.1.moe.expert_bias_E", 4, 3)
-    (fresh("marker") / "complete.json").unlink()
+    (fresh("marker") / "complete.json").write_text("{}")
     (fresh("stray") / "model-00002-of-00002.safetensors").write_bytes(b"")
     (fresh("gone") / "generation_config.json").unlink()
     (fresh("tokenizer") / "tokenizer.json").write_text("[]")
@@ -41,7 +41,7 @@ def test_verify_finds_damage_of_every_kind(tmp_path: Path, hub: Path, capsys: py
     for name, words in {
         "bit": ["model.norm.weight in model.safetensors"],
         "bias": ["titan_state/model.safetensors not what was written"],
-        "marker": ["never completed"],
+        "marker": ["not a completeness marker"],
         "stray": ["model-00002-of-00002.safetensors is not of this export"],
         "gone": ["generation_config.json is missing"],
         "tokenizer": ["tokenizer.json not what was written"],
@@ -81,3 +81,32 @@ def test_logits_of_a_step_that_routes_with_a_bias_prove_nothing(tmp_path: Path) 
         compare_logits(str(tmp_path / "hf"), str(step))
     with pytest.raises(ValueError, match="routes with an expert bias"):
         compare_logits(str(tmp_path / "hf"), str(tmp_path / "hf"))
+
+
+def test_a_training_step_is_verified_by_its_chunks_and_one_damaged_byte_is_found(tmp_path: Path) -> None:
+    """Case 213: a step that a trainer saved has no marker; `verify` failed every good one."""
+    cfg = config(moe=True)
+    step = save_step(tmp_path / "step-1", cfg, native(cfg))
+    found = verify(step)
+    assert found.ok and not found.marked and "nothing wrong is found" in found.summary(), found
+    data = bytearray((step / "__0_0.distcp").read_bytes())
+    at = data.find(native(cfg)["layers.1.attention.wo.weight"].numpy().tobytes())
+    data[at + 1000] ^= 1
+    (step / "__0_0.distcp").write_bytes(data)
+    (failed,) = [check for check in verify(step).checks if not check.ok]
+    assert "1 chunks are not what was saved: layers.1.attention.wo.weight at [0, 0] in __0_0.distcp" in failed.detail
+
+
+def test_an_ordinary_hub_folder_is_checked_as_far_as_it_can_be(tmp_path: Path, hub: Path) -> None:
+    """Case 267: no marker was one failed check, and nothing else was looked at."""
+    found = verify(hub)
+    assert found.ok and not found.marked
+    assert {check.name for check in found.checks} == {"marker", "tensors", "config", "second reader"}
+    (hub / "config.json").write_text(json.dumps(config(moe=True, hidden_size=65)))
+    assert [check.name for check in verify(hub).checks if not check.ok] == ["config"]
+
+
+def test_a_conversion_that_never_finished_is_not_verified(tmp_path: Path, hub: Path) -> None:
+    convert(hub, tmp_path / "out", "per-expert", write_once=True)
+    (tmp_path / "out" / "complete.json").unlink()
+    assert "unfinished conversion" in verify(tmp_path / "out").checks[0].detail and not verify(tmp_path / "out").ok

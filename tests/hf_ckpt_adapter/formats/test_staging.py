@@ -93,6 +93,21 @@ def test_a_finished_file_that_lost_bytes_is_written_again(tmp_path: Path, hub: P
     assert everything(tmp_path / "out") == everything(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("layout", ["per-expert", "native"])
+@pytest.mark.parametrize("at", ["begin", "middle", "end"])
+def test_a_finished_file_that_was_damaged_is_written_again(tmp_path: Path, hub: Path, layout: str, at: str) -> None:
+    """Case 213: its size is the same, so a look at the size would keep it."""
+    interrupted(hub, tmp_path / "out", layout, 300_000)
+    note = next((tmp_path / ".out.partial" / "unfinished").glob("*0*1*.json"))
+    path = tmp_path / ".out.partial" / note.name.removesuffix(".json")
+    data = bytearray(path.read_bytes())
+    data[{"begin": 10, "middle": len(data) // 2, "end": len(data) - 40}[at]] ^= 1
+    path.write_bytes(data)
+    convert(hub, tmp_path / "out", layout, options=SMALL)
+    convert(hub, tmp_path / "whole", layout, options=SMALL)
+    assert everything(tmp_path / "out") == everything(tmp_path / "whole")
+
+
 def test_an_unfinished_folder_is_never_read_as_a_checkpoint(tmp_path: Path, hub: Path) -> None:
     convert(hub, tmp_path / "out", "per-expert", write_once=True)
     (tmp_path / "out" / "complete.json").unlink()

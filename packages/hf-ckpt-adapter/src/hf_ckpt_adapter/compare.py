@@ -1,8 +1,8 @@
 """Compare two checkpoints of any format and layout, part by part, block by block.
 
 Both sides are read as parts (the tensors of the Hub's per-expert layout), so that a DCP step and a Hub folder with
-fused experts line up. A tied side without a head is compared by its embedding, and one without native-only state (an expert bias)
-as if it were zero.
+fused experts line up. A tied side without a head is compared by its embedding, and one without native-only state (an
+expert bias) as if it were zero.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class Comparison:
 class Model:
     """A checkpoint opened as parts.
 
-    `config` is its config.json, or empty when it has none. Rows that only pad the vocabulary are not in `parts`; `padding`
-    has their number. `side` is native-only state by native name.
+    `config` is its config.json, or empty when it has none. Rows that only pad the vocabulary are not in `parts`;
+    `padding` has their number. `side` is native-only state by native name.
     """
 
     def __init__(self, name: str | Path, *, follow_symlinks: bool = False) -> None:

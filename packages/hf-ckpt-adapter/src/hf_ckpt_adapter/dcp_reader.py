@@ -45,8 +45,8 @@ class CheckpointReader(StorageReader):
         options: ties, padding and the like, as for a conversion; the dtype is that of the tensors loaded into.
         follow_symlinks: trust links that lead out of the source folder.
 
-    Native-only state (expert bias) that the source lacks reads as zeros, as in a conversion. `zeros` has the names of what
-    is zero, stored or not: a model without such state computes the same.
+    Native-only state (expert bias) that the source lacks reads as zeros, as in a conversion. `zeros` has the names of
+    what is zero, stored or not: a model without such state computes the same.
 
     Raises:
         FileNotFoundError: no checkpoint or no config there.

@@ -80,13 +80,13 @@ class Folder:
                 progress(done, total)
 
         for name, tensors in self.files.items():
+            order = [self.by_name[t] for t in tensor_order({t: self.by_name[t].info for t in tensors})]
             if name in self.staging.done:
                 kept = sum(self.sizes[t] for t in tensors)
                 done += kept
                 self.report.bytes_resumed += kept
                 continue
-            order = tensor_order({t: self.by_name[t].info for t in tensors})
-            self.write_file(name, [self.by_name[t] for t in order], source, count)
+            self.write_file(name, order, source, count)
         self.write_rest()
         self.staging.commit(
             {

@@ -62,7 +62,8 @@ def compare_logits(export: str, source: str) -> dict[str, Any]:
     """Missing and unexpected names of the export, and the largest logit difference to `source`.
 
     Raises:
-        ValueError: neither Transformers nor qwen3-core is installed, the two are not of one shape, or one of them routes
+        ValueError: neither Transformers nor qwen3-core is installed, the two are not of one shape, or one of them
+        routes
             with an expert bias.
     """
     one, other = Model(export), Model(source)

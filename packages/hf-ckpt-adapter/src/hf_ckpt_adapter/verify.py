@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from .config import load_config
+from .formats.dcp_read import DcpFolder, is_dcp
 from .formats.files import MARKER, UNFINISHED
-from .formats.staging import file_sum, read_marker
+from .formats.staging import file_sum, read_marker, refuse_unfinished
 from .formats.tensors import TensorSource
 from .names.table import Layout
 from .options import Options
@@ -38,9 +39,10 @@ class Check:
 
 @dataclass
 class Verification:
-    """All checks of a folder; `ok` when none failed."""
+    """All checks of a folder; `ok` when none failed. `marked` says whether it has checksums of what was written."""
 
     folder: str
+    marked: bool = True
     checks: list[Check] = field(default_factory=list)
 
     @property
@@ -54,7 +56,8 @@ class Verification:
 
     def summary(self) -> str:
         """The checks for people, a line each."""
-        lines = [f"{self.folder}: {'verified' if self.ok else 'FAILED'}"]
+        good = "verified" if self.marked else "nothing wrong is found (the folder has no checksums of ours)"
+        lines = [f"{self.folder}: {good if self.ok else 'FAILED'}"]
         return "\n".join(lines + [f"  {'ok  ' if c.ok else 'FAIL'} {c.name}: {c.detail}" for c in self.checks])
 
 
@@ -68,7 +71,8 @@ def verify(
     """Check marker, file sizes, the checksum of every tensor and of every other file, and the config against the
     shapes.
 
-    A second reader's opinion is asked as well.
+    A second reader's opinion is asked as well. A folder without a marker, such as a training step or a model from the
+    Hub, is checked without one: its files and sizes, the CRC of each chunk of a step, and the config.
 
     Args:
         name: a folder, cache snapshot or Hub id.
@@ -95,12 +99,17 @@ def verify(
     marker: dict[str, Any] = {}
     if not check("marker", lambda: _marker(folder, marker)):
         return result
-    if not check("files", lambda: _files(folder, marker)):
-        return result
-    check("other files", lambda: _others(folder, marker))
-    if check("tensors", lambda: _tensors(folder, marker, follow_symlinks, progress)):
+    result.marked = bool(marker)
+    if marker:
+        sound = check("files", lambda: _files(folder, marker))
+        if sound:
+            check("other files", lambda: _others(folder, marker))
+            sound = check("tensors", lambda: _tensors(folder, marker, follow_symlinks, progress))
+    else:
+        sound = check("tensors", lambda: _unmarked(folder, follow_symlinks, progress))
+    if sound:
         check("config", lambda: _config(folder, follow_symlinks))
-        if marker["kind"] == "hub":
+        if not is_dcp(folder):
             check("second reader", lambda: _second_reader(folder))
         if other is not None:
             check("logits", lambda: _logits(folder, other))
@@ -108,9 +117,10 @@ def verify(
 
 
 def _marker(folder: Path, marker: dict[str, Any]) -> str:
+    refuse_unfinished(folder)
     found = read_marker(folder)
     if found is None:
-        raise ValueError(f"there is no {MARKER}: the folder was never completed, or another tool wrote it")
+        return f"none: another tool wrote this folder, so there is no {MARKER} with checksums to compare with"
     marker.update(found)
     return f"format {found.get('format')}, {len(found['tensors'])} tensors in layout {found.get('layout')}"
 
@@ -182,6 +192,20 @@ def _tensors(
         return f"{len(marker['tensors'])} checksums agree"
     finally:
         source.close()
+
+
+def _unmarked(folder: Path, follow_symlinks: bool, progress: Callable[[int, int], None] | None) -> str:
+    """Tensors of another tool's folder: by the CRC of each chunk of a DCP step; a Hugging Face folder has none."""
+    source = open_source(folder, follow_symlinks=follow_symlinks)
+    try:
+        if not isinstance(source, DcpFolder):
+            return f"{len(source.tensors)} tensors, each where its header says; nothing there tells of a changed value"
+        damaged = source.damaged(progress or (lambda done, total: None))
+    finally:
+        source.close()
+    if damaged:
+        raise ValueError(f"{len(damaged)} chunks are not what was saved: {'; '.join(damaged[:5])}")
+    return f"{len(source.tensors)} tensors, each chunk as its CRC says"
 
 
 def _config(folder: Path, follow_symlinks: bool) -> str:

@@ -11,7 +11,7 @@ state) are pickles of anything, and are never read at all.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -241,6 +241,24 @@ class DcpFolder:
             view = torch.as_strided(flat, chunk.sizes, storage.stride, storage.first)
             self._dense = (chunk, view.contiguous())
         return self._dense[1]
+
+    def damaged(self, progress: Callable[[int, int], None] = lambda done, total: None) -> list[str]:
+        """Read every chunk and compare it with the CRC that its zip has.
+
+        Args:
+            progress: told the bytes done and the bytes in all, after each chunk.
+
+        Returns:
+            Tensor and file of each chunk that is not what was saved.
+        """
+        found, done, total = [], 0, sum(info.nbytes for info in self.tensors.values())
+        for name, chunks in self._chunks.items():
+            for chunk in chunks:
+                if not self._storage(chunk, name).intact(self._descriptor(chunk.file)):
+                    found.append(f"{name} at {list(chunk.begin)} in {chunk.file}")
+                done += math.prod(chunk.sizes) * self.tensors[name].dtype.itemsize
+                progress(done, total)
+        return found
 
     def close(self) -> None:
         """Close open files."""

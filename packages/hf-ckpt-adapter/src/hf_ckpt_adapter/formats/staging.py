@@ -20,6 +20,7 @@ import json
 import os
 import shutil
 import warnings
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -70,6 +71,26 @@ def file_sum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _crc(path: Path) -> int:
+    """CRC-32 of a file."""
+    crc = 0
+    with open(path, "rb") as file:
+        while data := file.read(1 << 20):
+            crc = zlib.crc32(data, crc)
+    return crc
+
+
+class _Summed:
+    """A file that is written front to back, and the CRC-32 of what was written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.crc = file, 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        self.crc = zlib.crc32(data, self.crc)
+        return self._file.write(data)
+
+
 def _sync_folder(folder: Path) -> None:
     """Flush a folder's own entries."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -107,7 +128,8 @@ class Staging:
         overwrite: replace a folder that is there, if it holds nothing but parts of a checkpoint.
         write_once: write in place, marker last.
 
-    `done` maps the files that an interrupted run finished to what it noted about them.
+    `done` maps the files that an interrupted run finished, and whose bytes are still those, to what it noted about
+    them.
 
     Raises:
         FileExistsError: `out` is there and `overwrite` is not set, or it holds files that are not ours.
@@ -126,6 +148,7 @@ class Staging:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = self._take_lock()
         self.done: dict[str, Any] = {}
+        self._crcs: dict[str, int] = {}
         self._resume(fingerprint)
 
     def _check(self, overwrite: bool) -> None:
@@ -174,7 +197,7 @@ class Staging:
         if notes.pop(_PLAN, {}).get("fingerprint") == fingerprint:
             for name, note in notes.items():
                 path = self.folder / name
-                if path.is_file() and path.stat().st_size == note.get("size"):
+                if path.is_file() and path.stat().st_size == note.get("size") and _crc(path) == note.get("crc"):
                     self.done[name] = note
         elif not self.write_once:
             shutil.rmtree(self._journal, ignore_errors=True)
@@ -233,11 +256,13 @@ class Staging:
         path = self.folder / name
         path.parent.mkdir(exist_ok=True)
         with self._opened(path) as file:
-            yield file
+            summed = _Summed(file)
+            yield summed  # type: ignore[misc]  # all that a writer uses is `write`
+        self._crcs[name] = summed.crc
 
     def note(self, name: str, note: Mapping[str, Any]) -> None:
         """Note a finished file: from here on a resumed run keeps it."""
-        self.done[name] = {**note, "size": (self.folder / name).stat().st_size}
+        self.done[name] = {**note, "size": (self.folder / name).stat().st_size, "crc": self._crcs[name]}
         self._write(self._journal / f"{name}.json", json.dumps(self.done[name]).encode())
 
     def commit(self, marker: Mapping[str, Any]) -> None:

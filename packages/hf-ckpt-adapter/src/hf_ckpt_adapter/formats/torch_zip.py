@@ -12,6 +12,7 @@ import io
 import os
 import pickle
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import Any, BinaryIO
 import torch
 
 from .dcp_records import as_sizes, checked_sizes
+from .files import pread_exactly
 from .safe_pickle import safe_unpickle
 
 __all__ = ["Storage", "find_storage", "tensor_zip"]
@@ -47,13 +49,26 @@ STORAGES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class Storage:
-    """A tensor's storage record in a file: absolute offset, bytes, and how the tensor lies in it (in elements)."""
+    """A tensor's storage record in a file: absolute offset, bytes, and how the tensor lies in it (in elements).
+
+    `crc` is the CRC-32 of the record, as its zip has it.
+    """
 
     offset: int
     nbytes: int
     first: int
     stride: tuple[int, ...]
     contiguous: bool
+    crc: int
+
+    def intact(self, descriptor: int) -> bool:
+        """Whether the record's bytes are those that were saved, by its CRC."""
+        crc, data = 0, memoryview(bytearray(min(self.nbytes, 1 << 20)))
+        for start in range(0, self.nbytes, 1 << 20):
+            block = data[: min(len(data), self.nbytes - start)]
+            pread_exactly(descriptor, block, self.offset + start, "a saved tensor")
+            crc = zlib.crc32(block, crc)
+        return crc == self.crc
 
 
 @dataclass(frozen=True)
@@ -120,7 +135,7 @@ def find_storage(
             f"{where}: saved as {saved} {list(found.size)} in {record.file_size} bytes; the metadata "
             f"says {dtype} {list(shape)}"
         )
-    return Storage(offset + begin, record.file_size, found.first, found.stride, found.contiguous)
+    return Storage(offset + begin, record.file_size, found.first, found.stride, found.contiguous, record.CRC)
 
 
 def _read_description(archive: zipfile.ZipFile, where: str) -> tuple[_Description, zipfile.ZipInfo]:
