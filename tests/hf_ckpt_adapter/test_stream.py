@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_ckpt_adapter import export_step, stream
+from hf_ckpt_adapter import Options, convert_checkpoint, export_step, stream
 from hf_tiny import config, native, save_step, state, write_hub
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -90,3 +90,19 @@ print(json.dumps(peak() - before))
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]
     assert 0 < json.loads(result.stdout) < 2 * layer
+
+
+def test_nan_and_numbers_that_a_cast_makes_zero_are_reported(tmp_path: Path) -> None:
+    """Case 214: both were exported without a word."""
+    cfg = config()
+    tensors = state(cfg)
+    scale = {name: t / t.max() for name, t in tensors.items()}
+    scale["model.norm.weight"][3], scale["model.norm.weight"][5] = float("nan"), float("inf")
+    scale["model.layers.0.self_attn.q_norm.weight"][:4] = 1e-9
+    hub = write_hub(tmp_path / "hub", cfg, scale)
+    report = convert_checkpoint(hub, tmp_path / "half", "per-expert", options=Options(dtype=torch.float16))
+    assert report.not_finite == {"model.norm.weight": 2}
+    assert report.vanished["model.layers.0.self_attn.q_norm.weight"] == 4
+    assert "warning: 2 numbers in 1 tensors, such as model.norm.weight, are NaN or infinite" in report.summary()
+    report = convert_checkpoint(hub, tmp_path / "same", "native")
+    assert report.not_finite == {"norm.weight": 2} and not report.vanished

@@ -103,6 +103,7 @@ def _conversion(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--allow-missing-head", action="store_true", help="accept a backbone without lm_head")
     parser.add_argument("--fit-config", action="store_true", help="take sizes from the tensors, not the config")
+    parser.add_argument("--trim-vocab", action="store_true", help="cut rows past vocab_size whatever they hold")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT as a whole")
     parser.add_argument("--write-once", action="store_true", help="OUT cannot be renamed: write in place, marker last")
     _common(parser)
@@ -148,6 +149,7 @@ def _convert(arguments: argparse.Namespace, bar: _Bar) -> tuple[int, Any]:
         on_untied=arguments.on_untied,
         allow_missing_head=arguments.allow_missing_head,
         fit_config=arguments.fit_config,
+        trim_vocab=arguments.trim_vocab,
         max_shard_bytes=arguments.max_shard_size,
         pad_vocab_to=arguments.pad_vocab_to,
     )

@@ -31,6 +31,7 @@ from .report import Report
 from .side_state import check_side, read_side_state
 from .sources import assets_of, find, open_source
 from .titan_folder import TitanFolder
+from .vocabulary import refuse_trained_rows
 
 __all__ = ["convert_checkpoint", "export_step"]
 
@@ -80,6 +81,7 @@ def convert_checkpoint(
     opened = open_source(folder, follow_symlinks=follow_symlinks)
     try:
         plan = make_plan(opened, config, layout, options)
+        refuse_trained_rows(opened, plan, options)
         side = read_side_state(opened, plan.reading, folder, follow_symlinks=follow_symlinks)
         check_side(side, plan)
         staging = Staging(out, _fingerprint(folder, plan, options), overwrite=overwrite, write_once=write_once)

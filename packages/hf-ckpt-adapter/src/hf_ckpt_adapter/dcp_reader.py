@@ -32,6 +32,7 @@ from .planning import make_plan
 from .side_state import check_side, read_side_state, side_names
 from .sources import assets_of, find, open_source
 from .stream import blocks, cast_into, different_head
+from .vocabulary import refuse_trained_rows
 
 __all__ = ["CheckpointReader"]
 
@@ -69,6 +70,7 @@ class CheckpointReader(StorageReader):
         config = load_config(assets_of(folder, follow_symlinks=follow_symlinks), follow_symlinks=follow_symlinks)
         self._source = open_source(folder, follow_symlinks=follow_symlinks)
         plan = make_plan(self._source, config, layout, options or Options())
+        refuse_trained_rows(self._source, plan, options or Options())
         side = read_side_state(self._source, plan.reading, folder, follow_symlinks=follow_symlinks)
         check_side(side, plan)
         self.config = plan.config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from .formats.tensors import TensorSource
 from .options import Options
 from .plan import Output, Plan
 from .report import Report
+from .stream import Block, stream
 
 __all__ = ["Folder", "Progress"]
 
@@ -63,6 +64,14 @@ class Folder:
     def write_file(self, name: str, outputs: list[Output], source: TensorSource, count: Callable[[int], None]) -> None:
         """Write one file of tensors and note it; `count` is told the bytes of each block."""
         raise NotImplementedError
+
+    def stream(self, source: TensorSource, outputs: list[Output]) -> Iterator[Block]:
+        """The blocks of some outputs; what is odd in them is reported."""
+        for block in stream(source, outputs):
+            for found, count in ((self.report.not_finite, block.not_finite), (self.report.vanished, block.vanished)):
+                if count:
+                    found[block.output.name] = found.get(block.output.name, 0) + count
+            yield block
 
     def write_rest(self) -> None:
         """Write what lies beside the tensors."""

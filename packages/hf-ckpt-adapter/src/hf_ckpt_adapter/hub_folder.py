@@ -10,7 +10,6 @@ from .formats.safetensors import header_bytes, index_bytes
 from .formats.tensors import TensorSource
 from .plan import Output
 from .side_state import side_file_bytes
-from .stream import stream
 
 __all__ = ["HubFolder"]
 
@@ -29,7 +28,7 @@ class HubFolder(Folder):
         sums = {}
         with self.staging.file(name) as file:
             file.write(header_bytes({o.name: o.info for o in outputs}))
-            for block in stream(source, outputs):
+            for block in self.stream(source, outputs):
                 file.write(block.data)
                 count(len(block.data))
                 if block.checksum is not None:

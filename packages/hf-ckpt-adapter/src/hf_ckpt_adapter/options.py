@@ -28,6 +28,7 @@ class Options:
             config says untied) or `drop` the head.
         allow_missing_head: accept a backbone without lm_head whose config is untied.
         fit_config: take sizes from the tensors where the config disagrees, instead of refusing.
+        trim_vocab: cut rows past the config's vocabulary whatever they hold; unless set, only rows of zeros are cut.
         max_shard_bytes: largest output file in bytes, unless one tensor alone is larger.
         pad_vocab_to: round the vocabulary up to a multiple of this, with zero rows (import).
 
@@ -41,6 +42,7 @@ class Options:
     on_untied: str = "fail"
     allow_missing_head: bool = False
     fit_config: bool = False
+    trim_vocab: bool = False
     max_shard_bytes: int = 5_000_000_000
     pad_vocab_to: int = 1
 

@@ -16,7 +16,8 @@ class Report:
 
     Bytes are tensor bytes, `bytes_resumed` those that an earlier run had finished. `missing` are parts that
     are allowed to be absent; anything else missing, or unexpected, is an error and not a line in a report.
-    `left_out` counts state that is not weights, by kind.
+    `left_out` counts state that is not weights, by kind. `not_finite` and `vanished` count, for each tensor, NaN and
+    infinity that were written and numbers that the cast made zero.
     """
 
     source: str = ""
@@ -33,6 +34,8 @@ class Report:
     trimmed: dict[str, int] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
+    not_finite: dict[str, int] = field(default_factory=dict)
+    vanished: dict[str, int] = field(default_factory=dict)
     side_state: dict[str, float] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -60,6 +63,15 @@ class Report:
             lines.append("  left out, not weights: " + _counts(self.left_out))
         if self.side_state:
             lines.append(f"  native-only state in a side file: {len(self.side_state)} tensors")
+        odd = (
+            (self.not_finite, "are NaN or infinite"),
+            (self.vanished, "are not zero in the source and are zero in the dtype written"),
+        )
+        lines += [
+            f"  warning: {sum(counts.values())} numbers in {len(counts)} tensors, such as {next(iter(counts))}, {what}"
+            for counts, what in odd
+            if counts
+        ]
         return "\n".join(lines + [f"  warning: {w}" for w in self.warnings])
 
 

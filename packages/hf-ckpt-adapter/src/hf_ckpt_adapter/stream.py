@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .formats.tensors import TensorSource, buffer
+from .formats.tensors import WEIGHT_DTYPES, TensorSource, buffer
 from .plan import Output, Read
 
 __all__ = ["BLOCK", "POOL", "Block", "blocks", "cast_into", "different_head", "stream"]
@@ -29,11 +29,16 @@ POOL = 8
 
 @dataclass(frozen=True)
 class Block:
-    """The next bytes of `output`; `checksum` is the sha256 of all its bytes, given with its last block."""
+    """The next bytes of `output`; `checksum` is the sha256 of all its bytes, given with its last block.
+
+    `not_finite` counts NaN and infinity in it, `vanished` the numbers that are not zero before the cast and zero after.
+    """
 
     output: Output
     data: memoryview
     checksum: str | None
+    not_finite: int = 0
+    vanished: int = 0
 
 
 def _rows(output: Output) -> int:
@@ -126,6 +131,14 @@ def cast_into(result: torch.Tensor, tensor: torch.Tensor, name: str) -> None:
         raise ValueError(f"{name!r} holds values up to {tensor.abs().max():.3g}; {result.dtype} cannot hold that")
 
 
+def _not_finite(tensor: torch.Tensor) -> int:
+    """How many NaN and infinities are in a block of weights."""
+    if tensor.dtype not in WEIGHT_DTYPES:
+        return 0
+    low, high = torch.aminmax(tensor)  # much faster than isfinite, and not finite when anything is not
+    return 0 if low.isfinite() and high.isfinite() else int((~tensor.isfinite()).sum())
+
+
 class _CallerGone(Exception):
     """The writing thread stopped asking."""
 
@@ -161,28 +174,33 @@ class _Reader(threading.Thread):
         checksum, left = hashlib.sha256(), output.info.nbytes
         compare = _Differs(self._source, output) if output.witness else None
         rows, cols = _rows(output), output.info.cols
-        for data in self._cast_blocks(output, rows, cols, compare):
+        for data, *odd in self._cast_blocks(output, rows, cols, compare):
             checksum.update(data)
             left -= len(data)
             if not left and compare is not None:
                 compare.finish()
-            self.ready.put(Block(output, data, None if left else checksum.hexdigest()))
+            self.ready.put(Block(output, data, None if left else checksum.hexdigest(), *odd))
         assert left == 0, (output.name, left)
 
-    def _cast_blocks(self, output: Output, rows: int, cols: int, compare: _Differs | None) -> Iterator[memoryview]:
+    def _cast_blocks(
+        self, output: Output, rows: int, cols: int, compare: _Differs | None
+    ) -> Iterator[tuple[memoryview, int, int]]:
+        """Bytes to write, and in them the numbers that are not finite and those that the cast made zero."""
         if output.info.dtype == output.stored:
             row_bytes = cols * output.stored.itemsize
             for data in _fill(self._source, output.reads, row_bytes, lambda: self._memory(rows * row_bytes)):
+                tensor = torch.frombuffer(data, dtype=output.stored).view(-1, cols)
                 if compare is not None:
-                    compare.look(data, torch.frombuffer(data, dtype=output.stored).view(-1, cols))
-                yield data
+                    compare.look(data, tensor)
+                yield data, _not_finite(tensor), 0
             return
         for before, tensor in blocks(self._source, output, output.reads):
             if compare is not None:
                 compare.look(before, tensor)
             data = self._memory(tensor.numel() * output.info.dtype.itemsize)
-            cast_into(torch.frombuffer(data, dtype=output.info.dtype).view(-1, cols), tensor, output.name)
-            yield data
+            result = torch.frombuffer(data, dtype=output.info.dtype).view(-1, cols)
+            cast_into(result, tensor, output.name)
+            yield data, _not_finite(tensor), int(tensor.count_nonzero() - result.count_nonzero())
 
 
 def stream(source: TensorSource, outputs: Iterable[Output]) -> Iterator[Block]:

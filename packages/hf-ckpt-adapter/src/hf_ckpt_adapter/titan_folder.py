@@ -13,7 +13,7 @@ from .formats.tensors import TensorInfo, TensorSource
 from .formats.torch_zip import tensor_zip
 from .plan import Output
 from .side_state import side_names, tensor_bytes
-from .stream import Block, stream
+from .stream import Block
 
 __all__ = ["TitanFolder"]
 
@@ -33,7 +33,7 @@ class TitanFolder(Folder):
         chunks: dict[str, list[tuple[int, int, int, int]]] = {}
         offset = 0
         with self.staging.file(name) as file:
-            bytes_in_order = _Bytes(stream(source, outputs), sums)
+            bytes_in_order = _Bytes(self.stream(source, outputs), sums)
             for output in outputs:
                 for start, length in chunk_starts(output.info):
                     shape = (length, *output.info.shape[1:]) if output.info.shape else ()

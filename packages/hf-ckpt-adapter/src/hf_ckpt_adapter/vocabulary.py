@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .names.rows import Shape
+from .formats.tensors import TensorInfo, TensorSource
+from .names.rows import Piece, Shape
 from .names.table import EMBED, HEAD
+from .names.write import Target
 from .options import Options
-from .plan import Plan
+from .plan import Output, Plan, resolve
+from .stream import blocks
 
-__all__ = ["MAX_PADDING", "size_vocabulary", "vocabulary"]
+__all__ = ["MAX_PADDING", "refuse_trained_rows", "size_vocabulary", "vocabulary"]
 
 # The most rows that rounding a vocabulary up for tensor parallelism adds; with more, the config is wrong.
 MAX_PADDING = 1024
@@ -20,6 +23,22 @@ def vocabulary(config: Mapping[str, Any], rows: int) -> int:
     """Rows of a stored embedding or head that are vocabulary; the rest is padding."""
     stated = config.get("vocab_size")
     return stated if type(stated) is int and 0 < rows - stated < MAX_PADDING else rows
+
+
+def refuse_trained_rows(source: TensorSource, plan: Plan, options: Options) -> None:
+    """ValueError when rows that would be cut as padding hold anything but zeros: somebody may have trained them."""
+    for part, count in {} if options.trim_vocab else plan.trimmed.items():
+        rows, cols = plan.reading.parts[part]
+        reads = resolve(Target(part, (count, cols), (Piece(part, rows - count, count),)), plan.reading)
+        assert reads[0].tensor is not None, part
+        dtype = source.tensors[reads[0].tensor].dtype
+        output = Output(part, TensorInfo(dtype, (count, cols)), dtype, reads)
+        if any(tensor.any() for _, tensor in blocks(source, output, reads)):
+            raise ValueError(
+                f"{reads[0].tensor!r} has {count} rows more than the vocab_size {rows - count} of config.json, and they are "
+                "not zero: are these tokens that were added and trained? Keep them by correcting vocab_size or with "
+                "fit_config (--fit-config); cut them with trim_vocab (--trim-vocab)."
+            )
 
 
 def size_vocabulary(plan: Plan, parts: dict[str, Shape], options: Options) -> int:
