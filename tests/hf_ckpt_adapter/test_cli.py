@@ -124,6 +124,7 @@ def test_the_progress_line_says_bytes_speed_and_time_left() -> None:
     bar(1_000_000, 2_000_000)
     bar(2_000_000, 2_000_000)
     lines = screen.getvalue().split("\r")
+    assert lines[1].rstrip() == "[" + " " * 24 + "] 0 B of 2 MB"  # nothing is known of the speed yet
     assert "1 MB of 2 MB" in lines[2] and "/s" in lines[2] and "s left" in lines[2]
     assert lines[-1].startswith("[" + "#" * 24 + "]") and lines[-1].endswith("\n")
 

@@ -49,6 +49,11 @@ def test_as_source_keeps_the_layout_of_each_layer(tmp_path: Path) -> None:
     hub = write_hub(tmp_path / "hub", cfg, mixed)
     convert(hub, tmp_path / "out", "per-expert", options=Options(experts="as-source", dtype=torch.float32))
     equal(load_file(tmp_path / "out" / "model.safetensors"), mixed)
+    marker = json.loads((tmp_path / "out" / "complete.json").read_text())
+    assert marker["layout"] == "fused and per-expert"
+    hub = write_hub(tmp_path / "fused", cfg, fused(state(cfg)))
+    report = convert(hub, tmp_path / "same", "per-expert", options=Options(experts="as-source"))
+    assert report.layout == "fused"
 
 
 def test_native_to_backend_directly(tmp_path: Path) -> None:

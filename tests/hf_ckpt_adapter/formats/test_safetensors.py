@@ -295,3 +295,12 @@ def test_fuzz_any_json_as_an_index_is_refused_in_words(tmp_path_factory: pytest.
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": value}))
     with pytest.raises((ValueError, FileNotFoundError), match="index"):
         SafetensorsFolder(folder)
+
+
+def test_an_adapter_beside_the_weights_is_mentioned(tmp_path: Path) -> None:
+    """Case 243: the weights are those of its base, and whoever trained it means another model."""
+    hub = write_hub(tmp_path / "hub", config(), state(config()))
+    (hub / "adapter_config.json").write_text("{}")
+    save_file({"lora_A": torch.zeros(1)}, hub / "adapter_model.safetensors")
+    report = convert(hub, tmp_path / "out", "native")
+    assert any("adapter_config.json, adapter_model.safetensors lie beside" in text for text in report.warnings)

@@ -368,3 +368,12 @@ def test_a_hostile_marker_is_refused_in_words(tmp_path: Path, hub: Path, content
     with pytest.raises(ValueError, match=r"complete\.json"):
         read_marker(hub)
     assert not verify(hub).ok
+
+
+def test_a_marker_of_another_format_is_refused(tmp_path: Path, hub: Path) -> None:
+    """Case 243: the number was written and never read."""
+    convert(hub, tmp_path / "out", "per-expert")
+    path = tmp_path / "out" / "complete.json"
+    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(ValueError, match="a completeness marker of format 2; this version reads 1"):
+        read_marker(tmp_path / "out")

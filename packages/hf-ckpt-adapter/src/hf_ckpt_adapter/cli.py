@@ -48,7 +48,8 @@ class _Bar:
         width = 24
         bar = "#" * (width * done // max(total, 1))
         amount = f"{size_text(done)} of {size_text(total)}"
-        text = f"[{bar:<{width}}] {amount}, {size_text(speed)}/s, {left:.0f} s left"
+        rate = f", {size_text(speed)}/s, {left:.0f} s left" if speed > 0 else ""
+        text = f"[{bar:<{width}}] {amount}{rate}"
         self._open = done < total
         self._stream.write(f"\r{text:<90}" + ("" if self._open else "\n"))
         self._stream.flush()

@@ -154,7 +154,7 @@ def _begin_report(folder: Path, out: Path, source: TensorSource, plan: Plan) -> 
     return Report(
         source=str(folder),
         out=str(out),
-        layout=plan.layout.value,
+        layout=plan.layout_name,
         dtype=", ".join(sorted({str(o.info.dtype).removeprefix("torch.") for o in plan.outputs})),
         tensors_read=len(source.tensors) - len(plan.reading.side),
         tensors_written=len(plan.outputs) + len(plan.aliases),

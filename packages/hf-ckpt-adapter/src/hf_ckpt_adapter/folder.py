@@ -99,9 +99,8 @@ class Folder:
         self.write_rest()
         self.staging.commit(
             {
-                "format": 1,
                 "kind": self.kind,
-                "layout": self.plan.layout.value,
+                "layout": self.plan.layout_name,
                 "tensors": {t: s for n in self.staging.done.values() for t, s in n["sums"].items()},
             }
         )

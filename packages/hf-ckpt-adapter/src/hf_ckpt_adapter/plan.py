@@ -48,6 +48,7 @@ class Plan:
     tie: bool
     dtype: torch.dtype | None
     reading: Reading
+    expert_layouts: dict[int, str] = field(default_factory=dict)  # layer -> layout, where each has its own
     sizes: Sizes = field(default_factory=Sizes)
     outputs: list[Output] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -55,6 +56,11 @@ class Plan:
     cast: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+
+    @property
+    def layout_name(self) -> str:
+        """The layout for reports; both names where layers differ."""
+        return " and ".join(sorted(set(self.expert_layouts.values()))) or self.layout.value
 
     @property
     def to_hub(self) -> bool:

@@ -56,7 +56,8 @@ def make_plan(source: TensorSource, config: Mapping[str, Any], layout: Layout, o
     vocab = size_vocabulary(plan, parts, options)
     _settle_config(plan, vocab, options)
 
-    for target in write_names(parts, layout, expert_layouts=_expert_layouts(reading, options)):
+    plan.expert_layouts = _expert_layouts(reading, options)
+    for target in write_names(parts, layout, expert_layouts=plan.expert_layouts):
         part = target.pieces[0].part or ""
         if part in (EMBED, HEAD):
             pieces = (Piece(part, 0, vocab), Piece(None, 0, target.shape[0] - vocab))
@@ -86,8 +87,9 @@ def _check_complete(parts: Mapping[str, Shape], reading: Reading, tie: bool, opt
         if options.allow_missing_head:
             return missing
         raise ValueError(
-            "this is a backbone without its head: lm_head.weight is absent and config.json does not tie "
-            "it to the embedding. Allow that with allow_missing_head (--allow-missing-head)."
+            "this is a backbone without its head: lm_head.weight is absent and config.json does not tie it to the "
+            "embedding (tie_word_embeddings is false, which it also is when absent). Correct that if the model is tied, or "
+            "allow it with allow_missing_head (--allow-missing-head)."
         )
     if missing:
         shown = ", ".join(map(repr, missing[:5])) + (" ..." if len(missing) > 5 else "")
@@ -106,10 +108,10 @@ def _settle_config(plan: Plan, vocab: int, options: Options) -> None:
     plan.config.setdefault("architectures", ["Qwen3MoeForCausalLM" if moe else "Qwen3ForCausalLM"])
 
 
-def _expert_layouts(reading: Reading, options: Options) -> dict[int, str] | None:
+def _expert_layouts(reading: Reading, options: Options) -> dict[int, str]:
     """Layer -> layout for `as-source`; a layer that was stacked by TorchTitan is written per expert."""
     if options.experts != "as-source":
-        return None
+        return {}
     return {layer: "fused" if kind == "fused" else "per-expert" for layer, kind in reading.experts.items()}
 
 

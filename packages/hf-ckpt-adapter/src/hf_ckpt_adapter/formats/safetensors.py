@@ -141,6 +141,9 @@ class SafetensorsFolder:
             raise FileNotFoundError(
                 f"{folder}: {len(missing)} of {len(names)} files that the index names are missing: {', '.join(missing)}"
             )
+        beside = sorted(p.name for p in folder.glob("adapter_*") if p.name not in names)
+        if beside:
+            self.notes.append(f"{', '.join(beside)} lie beside the weights: an adapter that is not merged is left out")
         lost = shards_missing(names)
         if lost:
             raise FileNotFoundError(

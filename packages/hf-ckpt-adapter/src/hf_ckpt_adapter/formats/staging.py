@@ -31,6 +31,7 @@ from .files import MARKER, UNFINISHED, is_model_file, read_json, regular_file
 __all__ = ["Staging", "file_sum", "is_unfinished", "read_marker", "refuse_unfinished"]
 
 _PLAN = "plan.json"
+FORMAT = 1  # of the marker
 MAX_MARKER = 256 << 20
 
 
@@ -61,6 +62,11 @@ def read_marker(folder: Path) -> dict[str, Any] | None:
     ):
         raise ValueError(
             f"{path} is not a completeness marker: kind, files, sums or tensors are not what they should be"
+        )
+    if marker.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} is a completeness marker of format {str(marker.get('format'))[:20]}; this version reads {FORMAT}. "
+            "Use the version of hf-ckpt-adapter that wrote it, or convert again."
         )
     return marker
 
@@ -278,7 +284,8 @@ class Staging:
         sums = {name: file_sum(self.folder / name) for name in sizes if name not in self.done}
         self._write(
             self.folder / MARKER,
-            json.dumps({**marker, "files": sizes, "sums": sums}, indent=1, sort_keys=True).encode() + b"\n",
+            json.dumps({"format": FORMAT, **marker, "files": sizes, "sums": sums}, indent=1, sort_keys=True).encode()
+            + b"\n",
         )
         _sync_folder(self.folder)
         if not self.write_once:
