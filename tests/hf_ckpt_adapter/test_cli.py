@@ -178,7 +178,7 @@ def test_an_error_comes_on_a_line_of_its_own_after_the_bar() -> None:
 
     from hf_ckpt_adapter.cli import _Bar
 
-    for shown, ending in ((True, "left\n"), (False, "")):
+    for shown, ending in ((True, "1 MB of 2 MB\n"), (False, "")):
         screen = io.StringIO()
         bar = _Bar(screen, shown=shown)
         bar(1_000_000, 2_000_000)

@@ -1,4 +1,5 @@
-"""Contract of vocabulary.py: rows past the vocabulary are cut only when they hold nothing, or when one says so. (Case 214.)"""
+"""Contract of vocabulary.py: rows past the vocabulary are cut only when they hold nothing, or when one says so. (Case
+214.)"""
 
 from pathlib import Path
 

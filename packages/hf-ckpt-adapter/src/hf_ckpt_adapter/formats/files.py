@@ -75,7 +75,8 @@ def shard_file(number: int, count: int) -> str:
 
 def shards_missing(names: Iterable[str]) -> list[str]:
     """Files that other files' names count (`-of-00003`) and that are not among them; a checkpoint has all its
-    shards."""
+    shards.
+    """
     here = set(names)
     sets = {match.group("stem", "rest", "count") for match in map(_SHARD.fullmatch, here) if match}
     return sorted({f"{stem}{i:05d}{rest}" for stem, rest, count in sets for i in range(1, int(count) + 1)} - here)
