@@ -93,16 +93,28 @@ def stored_dtype(config: Mapping[str, Any]) -> torch.dtype | None:
 
 
 def rope_theta(config: Mapping[str, Any]) -> float | None:
-    """Theta under its old place (`rope_theta`) or its new one (`rope_parameters.rope_theta`).
+    """Theta, under `rope_theta`, in `rope_parameters` or in `rope_scaling`; None when it is nowhere.
 
     Raises:
-        ValueError: the two are both there and differ.
+        ValueError: two of them are there and differ.
     """
-    nested = config.get("rope_parameters")
-    new, old = nested.get("rope_theta") if isinstance(nested, Mapping) else None, config.get("rope_theta")
-    if None not in (new, old) and new != old:
-        raise ValueError(f"config.json says rope_theta {old!r} and rope_parameters.rope_theta {new!r}; which one?")
-    return old if new is None else new
+    places = {"rope_theta": config.get("rope_theta")}
+    places |= {f"{name}.rope_theta": block.get("rope_theta") for name, block in _rope_blocks(config).items()}
+    found = {place: theta for place, theta in places.items() if theta is not None}
+    if len(set(map(str, found.values()))) > 1:
+        said = " and ".join(f"{place} {theta!r}" for place, theta in found.items())
+        raise ValueError(f"config.json says {said}; which one?")
+    return next(iter(found.values()), None)
+
+
+def _rope_blocks(config: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    blocks = {name: config.get(name) for name in ("rope_parameters", "rope_scaling")}
+    return {name: block for name, block in blocks.items() if isinstance(block, Mapping)}
+
+
+def _rope_kinds(config: Mapping[str, Any]) -> set[str]:
+    """Every rope type that the config names, under its two spellings."""
+    return {str(b[key]) for b in _rope_blocks(config).values() for key in ("rope_type", "type") if b.get(key)}
 
 
 def _is_count(value: Any) -> bool:
@@ -141,6 +153,9 @@ def _check_kinds(config: Mapping[str, Any]) -> None:
         for name, (fits, expected) in _KINDS.items()
         if found.get(name) is not None and not fits(found[name])
     ]
+    strange = _rope_kinds(config) - {"default", "yarn"}
+    if strange:
+        wrong.append(f"rope type is {', '.join(sorted(strange))!r}, expected default or yarn")
     if wrong:
         raise ValueError("config.json is not of this model: " + "; ".join(wrong))
 

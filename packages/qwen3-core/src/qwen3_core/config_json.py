@@ -68,7 +68,7 @@ def load(path: Path) -> dict[str, Any]:
     """The parsed content of a config.json, or of the one in a folder."""
     path = path / "config.json" if path.is_dir() else path
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique)
     except OSError as error:
         raise ValueError(f"no config.json to read at {path}: {error.strerror}") from error
     except ValueError as error:
@@ -77,10 +77,19 @@ def load(path: Path) -> dict[str, Any]:
     return content
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"{', '.join(twice)} occurs twice")
+    return dict(pairs)
+
+
 def read(source: Mapping[str, Any]) -> dict[str, Any]:
     """The keyword arguments of Qwen3Config for the content of a config.json, which stays as it is."""
     given = dict(source)
-    nested = given.pop("text_config", None) or {}
+    nested = dict(given.pop("text_config", None) or {})
+    nested.pop("tie_word_embeddings", None)  # only the outermost setting ties, as in Transformers
     given = {**nested, **given}
 
     model_type = given.pop("model_type", None)
