@@ -115,7 +115,8 @@ def _refuse_bias(model: Model) -> None:
     if biased:
         worst = max(biased, key=lambda n: biased[n])
         raise ValueError(
-            f"{model.folder} routes with an expert bias (up to {biased[worst]:.6g}, {worst}). A Hugging Face model has no "
+            f"{model.folder} routes with an expert bias (up to {biased[worst]:.6g}, {worst}). A Hugging Face model has "
+            "no "
             "place for it and computes something else, so there are no logits to compare."
         )
 

@@ -88,7 +88,8 @@ def _check_complete(parts: Mapping[str, Shape], reading: Reading, tie: bool, opt
             return missing
         raise ValueError(
             "this is a backbone without its head: lm_head.weight is absent and config.json does not tie it to the "
-            "embedding (tie_word_embeddings is false, which it also is when absent). Correct that if the model is tied, or "
+            "embedding (tie_word_embeddings is false, which it also is when absent). Correct that if the model is "
+            "tied, or "
             "allow it with allow_missing_head (--allow-missing-head)."
         )
     if missing:

@@ -35,7 +35,8 @@ def refuse_trained_rows(source: TensorSource, plan: Plan, options: Options) -> N
         output = Output(part, TensorInfo(dtype, (count, cols)), dtype, reads)
         if any(tensor.any() for _, tensor in blocks(source, output, reads)):
             raise ValueError(
-                f"{reads[0].tensor!r} has {count} rows more than the vocab_size {rows - count} of config.json, and they are "
+                f"{reads[0].tensor!r} has {count} rows more than the vocab_size {rows - count} of config.json, and "
+                "they are "
                 "not zero: are these tokens that were added and trained? Keep them by correcting vocab_size or with "
                 "fit_config (--fit-config); cut them with trim_vocab (--trim-vocab)."
             )

@@ -162,8 +162,10 @@ class SafetensorsFolder:
             size = sum(info.nbytes for info in self.tensors.values())
             if total not in (None, size):
                 raise ValueError(
-                    f"{folder / INDEX}: total_size is {total}, and the tensors that it names have {size} bytes. A file is "
-                    "not the one that was saved, or the index is of another save. Fetch them anew, or remove total_size "
+                    f"{folder / INDEX}: total_size is {total}, and the tensors that it names have {size} bytes. A file "
+                    "is "
+                    "not the one that was saved, or the index is of another save. Fetch them anew, or remove "
+                    "total_size "
                     "from the index if you trust the files."
                 )
 
