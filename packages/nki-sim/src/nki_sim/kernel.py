@@ -142,8 +142,19 @@ class Program:
         return run
 
 
-def jit(fn: Callable[..., Any] | None = None, **_: Any) -> Any:
-    """Decorate a kernel: @jit or @jit(...)."""
+def jit(fn: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Decorate a kernel: @jit or @jit(...).
+
+    Args:
+        fn: the kernel.
+        options: what AWS's nki.jit takes besides; `platform_target` is refused, as it is there.
+
+    Returns:
+        A Kernel, or a decorator where there is no `fn` yet.
+    """
+    if "platform_target" in options:
+        fix = "set NEURON_PLATFORM_TARGET_OVERRIDE instead"
+        refuse("platform-target", f"nki.jit takes no platform_target ({options['platform_target']!r}); {fix}")
     return jit if fn is None else fn if isinstance(fn, Kernel) else Kernel(fn)
 
 
@@ -185,6 +196,7 @@ def specialise(kernel: Any, args: tuple, kwargs: dict[str, Any]) -> Program:
     for view in flatten(cores[0].result):
         if isinstance(view, NkiTensor) and view.buffer is not MemoryRegion.shared_hbm:
             refuse("output", f"the kernel returns {view.storage}; outputs are nl.shared_hbm", kernel.where)
+    _need_output(kernel, cores[0])
     return Program(kernel, cores, plan(cores), describe(bound))
 
 
@@ -200,6 +212,15 @@ def _trace_core(kernel: Kernel, bound: inspect.BoundArguments, core: int) -> Cor
 
         given = walk(bound, declare)
         return tracer.finish(kernel.function(*given.args, **given.kwargs))
+
+
+def _need_output(kernel: Kernel, core: CoreProgram) -> None:
+    """A kernel that returns nothing works on its arguments; one that fills a shared tensor of its own forgot to return it."""
+    written = {v.storage.key: v.storage for i in core.instructions() for v in i.writes}
+    shared = [s for key, s in written.items() if s.buffer is MemoryRegion.shared_hbm]
+    own = [s for s in shared if s not in core.inputs]
+    if not flatten(core.result) and own and len(own) == len(shared):
+        refuse("no-output", f"the kernel writes {own[0]} and returns nothing; `return` the tensor", kernel.where)
 
 
 def _share(cores: list[CoreProgram]) -> None:

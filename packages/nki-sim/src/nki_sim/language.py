@@ -9,10 +9,11 @@ import numpy as np
 from nki_sim import dtypes, errors, limits
 from nki_sim.dtypes import NUMPY, DType, as_dtype
 from nki_sim.errors import need, unsupported
+from nki_sim.isa.scalars import NkiScalar
 from nki_sim.memory import CAPACITY, check_address
 from nki_sim.ops import OPS
 from nki_sim.program import tracer
-from nki_sim.rules import INSTRUCTIONS
+from nki_sim.instruction import INSTRUCTIONS
 from nki_sim.tensor import DynamicSlice, MemoryRegion, NkiTensor, VirtualRegister
 
 sbuf, psum, hbm = MemoryRegion.sbuf, MemoryRegion.psum, MemoryRegion.private_hbm
@@ -42,7 +43,7 @@ class tile_size:
     pmax, psum_num_banks, psum_bank_fmax_bytes = limits.PARTITIONS, limits.PSUM_BANKS, limits.PSUM_BANK_BYTES
     psum_fmax = psum_bank_fmax = psum_bank_fmax_bytes // 4
     gemm_stationary_fmax, gemm_moving_fmax = limits.STATIONARY_FREE, limits.MOVING_FREE
-    bn_stats_fmax, psum_min_align, sbuf_min_align = limits.BN_STATS_FREE, 4, 1
+    bn_stats_fmax, psum_min_align, sbuf_min_align = limits.BN_STATS_FREE, limits.PSUM_ALIGN, 1
     sbuf_fmax_bytes = total_available_sbuf_size = CAPACITY[sbuf]
     sbuf_fmax, sbuf_size_bytes = sbuf_fmax_bytes // 4, pmax * limits.SBUF_BYTES
 
@@ -129,9 +130,17 @@ def _bounds(lower: Any, upper: Any, step: Any) -> None:
 
 
 def fori_loop(lower: Any, upper: Any, body_fun: Callable[[VirtualRegister], Any], step: int = 1) -> None:
-    """A loop on the device: body_fun(i) is traced once, with the counter in a register."""
+    """A loop on the device: body_fun(i) is traced once.
+
+    Args:
+        lower, upper: the counter goes from lower to below upper; integers, registers or scalars.
+        body_fun: gets the counter, a scalar (a register where a bound is one), and returns nothing.
+        step: a positive compile-time integer.
+    """
     _bounds(lower, upper, step)
-    with tracer().loop(lower=lower, upper=upper, step=step) as loop:
+    registers = any(type(bound) is VirtualRegister for bound in (lower, upper))
+    counter = VirtualRegister if registers else NkiScalar
+    with tracer().loop(counter, lower=lower, upper=upper, step=step) as loop:
         need(body_fun(loop.counter) is None, "loop", "a fori_loop body returns nothing; carry state in SBUF or HBM")
 
 

@@ -4,20 +4,26 @@ Cores are generators that stop where they meet (core_barrier, sendrecv), so an o
 "core0" and "core1" run that core to its next meeting first, "alternate" switches after every access to shared memory.
 """
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from nki_sim.dtypes import NUMPY, cast
-from nki_sim.errors import NkiError, Where, doing, refuse
+from nki_sim.errors import NkiError, Where, doing, need, refuse
+from nki_sim.limits import LOOP_TRIPS, start_partitions
 from nki_sim.program import Block, CoreProgram, Instr, Loop
 from nki_sim.tensor import MemoryRegion, NkiTensor, Storage, VirtualRegister
 
+COMPUTE = ("tensor", "vector", "scalar", "gpsimd")
 ORDERS = ("core0", "core1", "alternate")
 MEETINGS = ("core_barrier", "sendrecv")
-_LOOP_LIMIT = 10_000_000  # passes of a while_loop before it counts as endless
+_LOOP_LIMIT = 10_000_000  # passes of a while_loop before it counts as endless, where more than LOOP_TRIPS are only recorded
 Array = np.ndarray
+
+
+_SAME = "control flow that differs between the cores is undefined: give both lists of equal length, with harmless empty items"
 
 
 class Rows(NamedTuple):
@@ -84,6 +90,8 @@ class Machine:
         self.inputs = {storage.key: data for storage, data in zip(cores[0].inputs, inputs, strict=True)}
         self.shadows: dict[tuple[int | str, int], tuple[Array, list[Any]]] = {}
         written = {v.storage.key for c in cores for i in c.instructions() for v in i.writes}
+        self.trips: list[deque[tuple[Where | None, int]]] = [deque() for _ in cores]  # loops the other core has not run yet
+        self.in_step = len(cores) > 1  # until a loop's passes differ
         self.contended = {k for k in written if k[0] == "shared"} if len(cores) > 1 else set()
 
     # -- memory -------------------------------------------------------------------------------------------------------
@@ -105,12 +113,21 @@ class Machine:
         offset = view.offset + value * index.scale
         if view.holds(offset) and index.within(value):
             self.located[id(view)] = offset
+            if index.dim == 0 and view.buffer.on_chip and self.instr.engine in COMPUTE:
+                self._need_start(view, offset)
             return offset
         if not skip:
             of = "" if index.most is None else f" of 0..{index.most}"
             found = f"run-time index {value}{of} puts {view} at elements {offset}..{offset + view.extent()} of {view.storage}"
             refuse("out-of-bounds", f"{found}; clamp it, or oob_mode.skip where DMA allows")
         return None
+
+    def _need_start(self, view: NkiTensor, offset: int) -> None:
+        """Run-time indices of partitions obey the rule that fixed ones do."""
+        base, n = view.storage.address[0] if view.storage.address else 0, view.shape[0]
+        start = base + offset * view.dtype.itemsize // view.storage.pitch
+        found = "{} of {} partitions starts at partition {} by its run-time index; it may at {}"
+        need(start in start_partitions(n), "start-partition", found, view, n, start, start_partitions(n))
 
     def value(self, source: Any) -> int:
         """An integer the device knows: a register or a one-element tensor."""
@@ -262,6 +279,11 @@ class Machine:
                 else:
                     self._meet(waiting)
                     waiting, turn = {}, first
+            for core, left in enumerate(self.trips):
+                if left and self.in_step:
+                    where, n = left[0]
+                    found = f"core {core} runs the loop at {where} {n} times, core {1 - core} does not run it"
+                    refuse("lnc-trips", f"{found}; {_SAME}", where)
         finally:
             doing.pop()
 
@@ -314,17 +336,39 @@ class Machine:
             return self.value(source)
 
         if loop.condition is None:
-            for i in range(value(loop.lower), value(loop.upper), loop.step):
+            passes = range(value(loop.lower), value(loop.upper), loop.step)
+            self._trips(core, loop, len(passes))
+            for i in passes:
                 registers[counter] = i
                 yield from self._block(core, loop.body, alternate)
             return
         registers[counter] = value(loop.condition)
-        for _ in range(_LOOP_LIMIT):
+        for done in range(_LOOP_LIMIT):
             if registers[counter] == 0:
+                self._trips(core, loop, done)
                 return
+            if done == LOOP_TRIPS:
+                _few_enough(loop, done + 1)
             yield from self._block(core, loop.body, alternate)
             registers[counter] = value(loop.result)
         raise NkiError("endless-loop", f"a while_loop ran {_LOOP_LIMIT} times, its condition never zero", loop.where)
+
+    def _trips(self, core: int, loop: Loop, n: int) -> None:
+        """A loop's passes: at least one, not too many, and on both cores of a pair as many."""
+        if n == 0 and (loop.condition is None or len(self.cores) > 1):
+            found = f"a device loop runs no pass: {loop.lower} to {loop.upper}" if loop.condition is None else "no pass"
+            refuse("zero-trip", f"{found}. Make it run once, on work that changes nothing (out-of-range indices)", loop.where)
+        if loop.condition is None and n > LOOP_TRIPS:
+            _few_enough(loop, n)
+        if not self.in_step:
+            return
+        self.trips[core].append((loop.where, n))
+        if self.trips[1 - core]:
+            (where, mine), (other, theirs) = self.trips[core].popleft(), self.trips[1 - core].popleft()
+            self.in_step = where == other and mine == theirs
+            if not self.in_step:
+                found = f"core {core} runs the loop at {where} {mine} times, core {1 - core} that at {other} {theirs} times"
+                refuse("lnc-trips", f"{found}; {_SAME}", where)
 
     def _at(self, instr: Instr) -> None:
         self.instr = instr
@@ -344,6 +388,11 @@ class Machine:
         if self.observe:
             self.observe(self.core, instr, self.located)
             self.located.clear()
+
+
+def _few_enough(loop: Loop, n: int) -> None:
+    found = f"a device loop runs {n} passes or more; more than {LOOP_TRIPS} are not known to work"
+    refuse("trip-count", f"{found}. Do more in a pass, or run several loops", loop.where)
 
 
 def holes(part: Array, view: NkiTensor) -> str:

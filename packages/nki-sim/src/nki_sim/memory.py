@@ -8,7 +8,7 @@ any packing needs, where tensors of up to 32 or 64 partitions take a quarter or 
 from typing import NamedTuple
 
 from nki_sim.errors import need, refuse
-from nki_sim.limits import PARTITIONS, PSUM_BANK_BYTES, PSUM_BANKS, SBUF_BYTES, SBUF_RESERVED, start_partitions
+from nki_sim.limits import PARTITIONS, PSUM_ALIGN, PSUM_BANK_BYTES, PSUM_BANKS, SBUF_BYTES, SBUF_RESERVED, start_partitions
 from nki_sim.program import Block, CoreProgram, Loop
 from nki_sim.tensor import MemoryRegion, Storage
 
@@ -47,6 +47,8 @@ def check_address(storage: Storage) -> None:
     fits = 0 <= part <= PARTITIONS - storage.shape[0] and 0 <= byte <= size - storage.pitch
     found, rule = "{} of {} bytes per partition at {} leaves {} x {}", "address" if storage.address else "capacity"
     need(fits, rule, found, storage, storage.pitch, (part, byte), PARTITIONS, size)
+    even = storage.buffer is not MemoryRegion.psum or byte % PSUM_ALIGN == 0
+    need(even, "alignment", "{} is at byte {}; PSUM addresses are multiples of {}", storage, byte, PSUM_ALIGN)
 
 
 def _peak(block: Block, region: MemoryRegion) -> tuple[list[Storage], int]:

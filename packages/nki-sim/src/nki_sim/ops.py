@@ -46,10 +46,28 @@ def _erf(x: np.ndarray) -> np.ndarray:
     return (np.sign(x) * (1 - t * np.exp(-z * z + np.polyval(c, t)))).astype(x.dtype)
 
 
-def _sin(x: np.ndarray) -> np.ndarray:
-    top = np.abs(x).max()
-    need(top <= pi + 1e-3, "activation-range", "sin takes [-pi, pi] without reducing its argument; found {:.4g}", top)
-    return np.sin(x)
+# Arguments that the Scalar Engine's polynomials are fitted for (Valid Input Range); beyond, results are invalid.
+RANGES = {
+    "sin": (-pi - 1e-3, pi + 1e-3),
+    "arctan": (-pi / 2 - 1e-3, pi / 2 + 1e-3),
+    "log": (2.0**-64, 2.0**64),
+    "sqrt": (2.0**-116, 2.0**118),
+    "rsqrt": (2.0**-87, 2.0**97),
+    "reciprocal": (2.0**-42, 2.0**42),  # of its magnitude
+}
+TRN3_ONLY = ("abs_max", "abs_min")  # nl.abs_max: "NeuronCore-v4 (trn3) and newer"
+UNLISTED = ("divide", "mod", "fmod", "bypass", "logical_not")  # NKI 0.6 knows the names; its ALU table has none of them
+
+
+def need_range(op: "Op", x: np.ndarray) -> None:
+    """Refuse arguments that an activation function is not fitted for. NaN passes: it is no range's."""
+    if op.name in RANGES:
+        low, high = RANGES[op.name]
+        size = np.abs(x) if op.name == "reciprocal" else x
+        bottom, top = np.fmin.reduce(size, axis=None), np.fmax.reduce(size, axis=None)
+        wrong = bottom if bottom < low else top
+        found = "{} takes {:.4g} to {:.4g} on the Scalar Engine, which does not reduce its argument; found {:.4g}"
+        need(not (bottom < low or top > high), "activation-range", found, op.name, low, high, wrong)
 
 
 def _sigmoid(x: Any) -> Any:
@@ -90,12 +108,12 @@ _UNARY: dict[str, Function] = {
 _ALU: dict[str, Function] = {n: getattr(np, n) for n in (*_PLAIN, *_COMPARE, *_BITVEC)} | _UNARY
 _ALU |= {n: _truth(getattr(np, n)) for n in _LOGICAL} | {"logical_not": lambda x: x == 0, "bypass": lambda x: x}
 _ALU["right_shift"] = _shift_right
-_ALU["abs_max"] = lambda a, b: np.maximum(np.abs(a), np.abs(b))
-_ALU["abs_min"] = lambda a, b: np.minimum(np.abs(a), np.abs(b))
+_ALU["abs_max"] = lambda a, b: np.where(np.abs(a) > np.abs(b), a, b)
+_ALU["abs_min"] = lambda a, b: np.where(np.abs(a) < np.abs(b), a, b)
 _ACTIVATION = {n: getattr(np, n) for n in ("sqrt", "exp", "log", "arctan", "sign", "tanh")} | _UNARY
 _ACTIVATION |= {
     "copy": lambda x: x,
-    "sin": _sin,
+    "sin": np.sin,
     "sigmoid": _sigmoid,
     "softplus": _softplus,
     "mish": lambda x: x * np.tanh(_softplus(x)),

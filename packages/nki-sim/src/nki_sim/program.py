@@ -11,8 +11,11 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+import numpy as np
+
 from nki_sim.errors import Where, kernel_line, refuse
 from nki_sim.limits import REGISTERS
+from nki_sim.live_registers import most_live
 from nki_sim.ops import Op
 from nki_sim.tensor import MemoryRegion, NkiTensor, Storage, VirtualRegister, whole
 
@@ -100,6 +103,10 @@ class Tracer:
     def __init__(self, core: int, cores: int) -> None:
         self.core, self.cores = core, cores
         self.blocks = [Block()]
+        self.loops: list[Loop] = []  # those being recorded, outermost first
+        self.clock = 0  # counts instructions, begins and ends of loops
+        self.register_uses: list[tuple[int, int]] = []  # (clock, register)
+        self.loop_spans: list[tuple[int, int]] = []  # the clock at each loop's begin and end
         self.counts: dict[int | str, int] = {"shared": 0, core: 0}
         self.registers = self.instructions = 0
         self.inputs: list[Storage] = []
@@ -119,13 +126,28 @@ class Tracer:
         block.storages.append(storage)
         return whole(storage)
 
-    def register(self) -> VirtualRegister:
+    def register(self, kind: type[VirtualRegister] = VirtualRegister) -> VirtualRegister:
+        """A new register, or scalar, of the program."""
         self.registers += 1
-        return VirtualRegister(self.registers)
+        return kind(self.registers)
+
+    def assign(self, register: VirtualRegister) -> None:
+        """A register is written here: refused where a loop around this place depends on it."""
+        for loop in self.loops:
+            if register is loop.counter and loop.condition is None:
+                refuse("loop-counter", f"{register} is the loop's own counter and frozen; copy it to another register")
+            if register is loop.lower or register is loop.upper:
+                found = f"{register} bounds the loop at {loop.where}, whose body this is"
+                refuse("loop-bound-rewritten", f"{found}: use another register here, one for each nesting level")
+
+    def _uses(self, *values: object) -> None:
+        self.register_uses += [(self.clock, v.number) for v in values if isinstance(v, VirtualRegister)]
 
     def emit(self, instr: Instr) -> Instr:
         instr.loops, instr.number = tuple(self.blocks[1:]), self.instructions
         self.instructions += 1
+        self.clock += 1
+        self._uses(*instr.args.values())
         for view in (*instr.reads, *instr.writes):
             self._touch(view)
         self.blocks[-1].items.append(instr)
@@ -140,25 +162,40 @@ class Tracer:
         storage.first = at if storage.first is None else storage.first
         storage.last = at
         storage.unit = min(storage.unit, view.dtype.itemsize)
-        if view.indirect_index is not None and isinstance(view.indirect_index.source, NkiTensor):
-            self._touch(view.indirect_index.source)
+        if view.indirect_index is not None:
+            self._uses(view.indirect_index.source)
+            if isinstance(view.indirect_index.source, NkiTensor):
+                self._touch(view.indirect_index.source)
 
     @contextmanager
-    def loop(self, **bounds: Any) -> Iterator[Loop]:
-        """Record what happens inside once, as a loop's body."""
-        loop = Loop(self.register(), Block(), kernel_line(), **bounds)
-        if len(self.blocks) > REGISTERS:
-            refuse("registers", f"loops nested {len(self.blocks)} deep; an engine has {REGISTERS} registers")
+    def loop(self, counter: type[VirtualRegister] = VirtualRegister, **bounds: Any) -> Iterator[Loop]:
+        """Record what happens inside once, as a loop's body; its counter is a register, or of another kind."""
+        if self.loops:
+            refuse("nested-dynamic-loop", f"this device loop is in the one at {self.loops[-1].where}; no page shows one")
+        loop = Loop(self.register(counter), Block(), kernel_line(), **bounds)
+        bounding = (loop.counter, loop.lower, loop.upper, loop.condition)
+        self.clock += 1
+        self._uses(*bounding)
+        begin = self.clock
         self.blocks.append(loop.body)
+        self.loops.append(loop)
         try:
             yield loop
         finally:
             self.blocks.pop()
+            self.loops.pop()
+        self.clock += 1
+        self._uses(*bounding, loop.result)
+        self.loop_spans.append((begin, self.clock))
         self.blocks[-1].items.append(loop)
 
     def finish(self, result: Any) -> CoreProgram:
         if self.broken:
             refuse("loop", "a dynamic_range body is traced once and runs on the device: it cannot break", self.broken)
+        live, where = most_live(self.register_uses, self.loop_spans)
+        if live > REGISTERS:
+            found = f"{live} registers hold values at once (r{where} is the first too many); an engine has {REGISTERS}"
+            refuse("registers", f"{found}. Keep values in SBUF, and load them where they are used")
         for block in self.blocks[0].blocks():
             for storage in block.storages:
                 if storage.last is not None and storage.buffer is not MemoryRegion.shared_hbm:
@@ -207,8 +244,12 @@ def _text(value: Any) -> str:
         i, key = value.indirect_index, value.storage.key
         extra = f" + {i.kind} {_text(i.source)} * {i.scale}" if i else ""
         return f"%{key[0]}.{key[1]}[{value.offset}: {value.get_pattern()} {value.dtype}{extra}]"
+    if isinstance(value, (Enum, Op)):  # an Op is a tuple of functions, whose addresses differ in every process
+        return str(value.name)
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_text, value)) + "]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{k}: {_text(v)}" for k, v in value.items()) + "}"
-    return value.name if isinstance(value, (Enum, Op)) else repr(value)
+    if value is None or isinstance(value, (int, float, str, VirtualRegister, np.generic)):
+        return repr(value)
+    raise TypeError(f"a program's identity needs numbers, names and tensors as arguments; got {value!r}")

@@ -1,162 +1,116 @@
-"""What every instruction shares, written once: its signature as data, and the checks that read it.
+"""Every rule that a kernel can break: what it refuses, and on whose word. Data alone; errors.py acts on it.
 
-    @instruction("VG", same="dst data1 data2", dst=OUT, data1=IN, data2=IN, op=REQUIRED, engine=Engine.unknown)
-    def tensor_tensor(a): ...
-
-Keywords are the parameters in order: a Tile is a tensor, REQUIRED anything without a default, the rest are defaults. The
-function gets them as `a`, refuses what is special to it with `need`, and returns `compute`: the arrays that are read, in
-order, to the array written (float32 or exact; the machine converts).
+Sources: [A] NKI 0.6 API and architecture pages (aws-neuron-sdk 81ce03a); [7] NKI 0.7 pages (Neuron 2.33); [D] DGE deep dive and DMA
+guide (81ce03a); [M] the migration guide (81ce03a); [L] what nki-library d2ad3a5 keeps to; [F] field notes of Trainium2 users, not
+documented by AWS; [S] this simulator's own consistency. Where [F] is all there is, hardware may do better than the rule allows.
 """
 
-from collections.abc import Callable
-from enum import Enum
-from inspect import Parameter, Signature
-from types import SimpleNamespace as Args
-from typing import Any, NamedTuple
-
-from nki_sim import errors
-from nki_sim.constants import Engine
-from nki_sim.errors import doing, kernel_line, need
-from nki_sim.limits import FREE_DIMENSIONS, PARTITIONS, start_partitions
-from nki_sim.program import Instr, tracer
-from nki_sim.tensor import MemoryRegion, NkiTensor
-
-SBUF, PSUM = frozenset({MemoryRegion.sbuf}), frozenset({MemoryRegion.psum})
-HBM = frozenset({MemoryRegion.private_hbm, MemoryRegion.shared_hbm})
-ENGINES = {"T": "tensor", "V": "vector", "S": "scalar", "G": "gpsimd", "D": "dma", "Y": "sync"}
-REQUIRED = object()
-Compute = Callable[..., Any] | None
+from typing import NamedTuple
 
 
-class Tile(NamedTuple):
-    """What an operand may be. `column`: one element per partition; `scalar`: a number will do."""
+class Rule(NamedTuple):
+    """`refuses`: what the rule does not let pass. `recorded`: noted instead of raised unless checks(refuse=) names it."""
 
-    buffers: frozenset[MemoryRegion] = SBUF | PSUM
-    dtypes: tuple[str, ...] | None = None
-    write: bool = False
-    optional: bool = False
-    scalar: bool = False
-    column: bool = False
-    default: float | None = None  # of a number that may be left out
+    refuses: str
+    source: str
+    recorded: bool = False
 
 
-IN, OUT = Tile(), Tile(write=True)
-OUT_COLUMN = Tile(write=True, optional=True, column=True)
-COLUMN = Tile(dtypes=("float32",), scalar=True, column=True)  # a number, or float32 one per partition
-INSTRUCTIONS: dict[str, Callable[..., Instr]] = {}
-
-
-def instruction(
-    engines: str,
-    *,
-    same: str = "",
-    same_dtype: str = "",
-    one_psum: str = "",
-    special: bool = False,
-    **parameters: Any,
-) -> Callable[[Callable[[Args], Any]], Callable[..., Instr]]:
-    """Declare an instruction of these engines (T V S G, D DMA, Y sync; the first by default, or the one that the function
-    returns beside `compute`). `same`: operands of equal partitions and elements per partition; `same_dtype`; `one_psum`:
-    at most one of them in PSUM; `special`: compute(machine, instr) does its own reading and writing."""
-    tiles = {n: p for n, p in parameters.items() if isinstance(p, Tile)}
-    defaults = {n: p for n, p in parameters.items() if p is not REQUIRED and n not in tiles}
-    defaults |= {n: t.default for n, t in tiles.items() if t.optional or t.default is not None}
-    names, enums = list(parameters), {n: type(d) for n, d in defaults.items() if isinstance(d, Enum)}
-
-    def decorate(body: Callable[[Args], Any]) -> Callable[..., Instr]:
-        title = body.__name__
-
-        def call(*args: Any, **kwargs: Any) -> Instr:
-            kwargs.pop("name", None)
-            bound = defaults | dict(zip(names, args, strict=False)) | kwargs
-            wrong = [n for n in bound if n not in parameters] or [n for n in names if n not in bound]
-            if wrong or len(args) > len(names) or any(n in kwargs for n in names[: len(args)]):
-                raise TypeError(f"nisa.{title}({', '.join(names)}) got {len(args)} values and {list(kwargs)}: {wrong}")
-            for n, kind in enums.items():
-                if not isinstance(bound[n], kind):
-                    if not errors.compat or not isinstance(bound[n], int):
-                        raise TypeError(f"nisa.{title}: {n} is a member of nisa.{kind.__name__}; got {bound[n]!r}")
-                    bound[n] = kind(bound[n])  # NKI 0.3 took the numbers
-            doing.append((title, None))
-            try:
-                a = Args(**{n: bound[n] for n in names})
-                engine = bound.get("engine", Engine.unknown)
-                letter = next((e for e in engines if ENGINES[e] == engine.name), engines[0])
-                allowed = "D" in engines or engine is Engine.unknown or ENGINES[letter] == engine.name
-                need(allowed, "engine", "runs on {}; got {}", ", ".join(ENGINES[e] for e in engines), engine)
-                reads, writes = _operands(a, tiles, engines)
-                _agree(a, same, same_dtype, one_psum)
-                compute = body(a)
-                compute, letter = compute if isinstance(compute, tuple) else (compute, letter)
-                for view in (*reads, *writes) if letter == "G" else ():
-                    need(view.buffer is not MemoryRegion.psum, "engine-buffer", "GpSimd cannot reach PSUM: {}", view)
-                instr = Instr(title, ENGINES[letter], vars(a), reads, writes, kernel_line(), compute, special)
-                return tracer().emit(instr)
-            finally:
-                doing.pop()
-
-        call.__name__, call.__doc__, call.body = title, body.__doc__, body  # type: ignore[attr-defined]
-        kind = Parameter.POSITIONAL_OR_KEYWORD
-        call.__signature__ = Signature([Parameter(n, kind, default=defaults.get(n, Parameter.empty)) for n in names])  # type: ignore[attr-defined]
-        INSTRUCTIONS[title] = call
-        return call
-
-    return decorate
-
-
-def _operands(a: Args, tiles: dict[str, Tile], engines: str) -> tuple[tuple[NkiTensor, ...], tuple[NkiTensor, ...]]:
-    reads: list[NkiTensor] = []
-    writes: list[NkiTensor] = []
-    for name, tile in tiles.items():
-        value = getattr(a, name)
-        if value is None and tile.optional:
-            continue
-        for view in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(view, NkiTensor):
-                _check(name, view, tile, engines)
-                if tile.column:
-                    good = view.free_size == 1 and view.shape[0] == a.dst.shape[0]
-                    need(good, "shape", "{} {} must be ({}, 1): one a partition", name, view, a.dst.shape[0])
-                (writes if tile.write else reads).append(view)
-            elif not (tile.scalar and (isinstance(view, (int, float)) or getattr(view, "shape", None) == ())):
-                raise TypeError(f"operand: nisa.{doing[-1][0]} needs a tensor for {name}; got {view!r}")
-    return tuple(reads), tuple(writes)
-
-
-def _check(name: str, view: NkiTensor, tile: Tile, engines: str) -> None:
-    need(view.buffer in tile.buffers, "buffer", "{} {} must be in {}", name, view, [b.value for b in tile.buffers])
-    need(tile.dtypes is None or view.dtype in tile.dtypes, "dtype", "{} {} must be of {}", name, view, tile.dtypes)
-    once = not tile.write or all(s or n == 1 for s, n in zip(view.strides, view.shape, strict=True))
-    need(once, "broadcast-write", "{} repeats addresses (stride 0): {}", name, view.get_pattern())
-    if not view.buffer.on_chip:
-        return
-    n, dims, index = view.shape[0], _free_dims(view), view.indirect_index
-    need(n <= PARTITIONS, "partitions", "{} {} has {} partitions of {}; split dimension 0", name, view, n, PARTITIONS)
-    fix = "hardware access patterns have 4; split the instruction"
-    need(dims <= FREE_DIMENSIONS, "access-pattern", "{} {} needs {} free dimensions, {}", name, view, dims, fix)
-    if engines[0] != "D" and "Y" not in engines:
-        known = not (index and index.dim == 0)
-        found, rule = "{} {} starts at partition {}", "of {} partitions: {} (> 64: 0; > 32: 0, 64; else 0, 32, 64, 96)"
-        good = not known or view.partition in start_partitions(n)
-        need(good, "start-partition", f"{found}, {rule}", name, view, view.partition, n, start_partitions(n))
-
-
-def _agree(a: Args, same: str, same_dtype: str, one_psum: str) -> None:
-    def views(names: str) -> list[NkiTensor]:
-        return [v for v in (getattr(a, n) for n in names.split()) if isinstance(v, NkiTensor)]
-
-    sizes = {(v.shape[0], v.free_size) for v in views(same)}
-    need(len(sizes) < 2, "shape", "{} must agree in partitions and elements per partition; got {}", same, views(same))
-    need(len({v.dtype for v in views(same_dtype)}) < 2, "dtype", "{} must agree; got {}", same_dtype, views(same_dtype))
-    psum = [v for v in views(one_psum) if v.buffer is MemoryRegion.psum]
-    need(len(psum) < 2, "engine-buffer", "{} cannot both be in PSUM; copy one to SBUF", one_psum)
-
-
-def _free_dims(view: NkiTensor) -> int:
-    """Free dimensions an access pattern needs once neighbours that lie end to end are one."""
-    count, expected = 0, None
-    for stride, n in reversed(list(zip(view.strides[1:], view.shape[1:], strict=True))):
-        if n > 1:
-            count += stride != expected
-            expected = stride * n
-    return count
+RULES: dict[str, Rule] = {
+    # -- tiles and access patterns
+    "partitions": Rule("more than 128 partitions", "[A]"),
+    "start-partition": Rule(
+        "a compute tile that starts elsewhere than at partition 0 (> 64 partitions), 0 or 64 (> 32), else 0, 32, 64, 96; of run-time "
+        "indices too",
+        "[A] trainium_inferentia2_arch",
+    ),
+    "access-pattern": Rule(
+        "over four free dimensions on chip, or over five dimensions in an .ap() pattern", "[A] nki-aps: up to four-dimensional arrays"
+    ),
+    "broadcast-write": Rule("a destination that repeats addresses", "[A]"),
+    "alignment": Rule("a PSUM tensor whose address is no multiple of 4 bytes", "[A] nl.tile_size.psum_min_align"),
+    "view": Rule("views that would need a copy or move the partition", "[A]"),
+    "ap": Rule(".ap() arguments that exclude each other", "[A] nki-aps"),
+    "ap-on-view": Rule(".ap() on a slice", "[A] two pages that disagree"),
+    "ap-partition-stride": Rule("an .ap() of an on-chip tensor with another partition stride", "[A] nki-aps"),
+    "out-of-bounds": Rule(
+        "addresses outside a tensor, a partition, or the dimension that an index is for, unless DMA may skip them", "[A]"
+    ),
+    # -- operands
+    "buffer": Rule("an operand in a memory that the instruction does not reach", "[A]"),
+    "engine": Rule("an engine that the instruction does not run on", "[A]"),
+    "engine-buffer": Rule("GpSimd on PSUM; two PSUM inputs where one is allowed", "[A]"),
+    "dtype": Rule("dtypes that the instruction does not take", "[A]"),
+    "op": Rule("an operator that the instruction does not take", "[A] nki.api.shared"),
+    "alu-operator": Rule(
+        "divide, mod and what else is no operator of the ALU table", "[A] nki.api.shared, Supported Math Operators"
+    ),
+    "target": Rule("what needs NeuronCore-v4 (Trn3)", "[A]"),
+    "shape": Rule("operands that do not agree", "[A]"),
+    "axis": Rule("reductions over other than the last free axes", "[A]"),
+    "axes": Rule("transpositions that DMA does not do", "[A]"),
+    "value": Rule("constants outside what the instruction takes", "[A]"),
+    "memset-value": Rule("a constant of another kind than an integer tensor's", "[M] 0.3: strict type matching"),
+    "bn-stats-free": Rule("more than 512 elements in bn_stats", "[A]"),
+    "search-size": Rule("searches of fewer than 8 or more than 16,384 elements", "[A]"),
+    "shuffle-mask": Rule("a mask of nc_stream_shuffle that leaves the quadrant", "[A]"),
+    "reduce-cmd": Rule("an initial value without load_reduce, or the reverse", "[A]"),
+    "activation-range": Rule(
+        "arguments outside the range of sin, arctan, log, sqrt, rsqrt and reciprocal on the Scalar Engine",
+        "[A] nki.api.shared, Valid Input Range",
+    ),
+    # -- the Tensor Engine
+    "stationary-free": Rule("a stationary tile of more than 128 columns", "[A]"),
+    "moving-free": Rule("a moving tile of more than 512 columns", "[A]"),
+    "psum-bank": Rule("a matmul across a 2 KiB PSUM bank", "[A]"),
+    "tile-position": Rule("tilings of the systolic array that do not exist", "[A]"),
+    "transpose-size": Rule("transposes beyond 128 x 128 (Tensor) or 32 x 32 (Vector)", "[A]"),
+    "accumulate": Rule("adding to what no matmul wrote, or not knowing at compile time whether to", "[A] nc_matmul"),
+    # -- DMA
+    "dma-mode": Rule("descriptor modes that the transfer cannot use", "[D]"),
+    "dma-transpose": Rule("DMA transposes beyond their sizes", "[A] dma_transpose"),
+    "dynamic-dma-transpose": Rule(
+        "a direct DMA transpose at a run-time address beyond what hardware descriptors do: 1 to 16 rows of two bytes, 128 wide",
+        "[A] dma_transpose, hwdge; [L] NKI-415: dynamic access not supported",
+    ),
+    "dma-sources": Rule("too many or unfit sources of dma_compute", "[A]"),
+    "vector-offset": Rule("indices that are no SBUF column of integers", "[A]"),
+    "unique-indices": Rule("an index twice in one read-modify-write", "[A] dma_compute"),
+    "indirect": Rule("run-time addresses where dma_compute has none", "[A]"),
+    # -- memory
+    "capacity": Rule("more SBUF or PSUM than a partition has, of what is live at once", "[A]; [L] what is reserved"),
+    "address": Rule("explicit addresses outside the memory", "[A]"),
+    "overlap": Rule("reading a tensor after one at the same address was written", "[A]"),
+    "uninitialized": Rule("reading what nothing wrote", "[A]"),
+    "unwritten-output": Rule("returning what nothing wrote", "[A]"),
+    "output": Rule("outputs outside shared HBM", "[A]"),
+    "no-output": Rule("a kernel that fills a shared HBM tensor of its own and returns nothing", "[A] nki.jit: outputs are returned"),
+    # -- two cores
+    "race": Rule("two cores touching the same elements of shared HBM between meetings, one of them writing", "[A] core_barrier"),
+    "deadlock": Rule("cores that do not meet", "[A] core_barrier"),
+    "interleaving": Rule("results that depend on which core is faster", "[A]"),
+    "cores": Rule("two-core instructions on one core, or other core numbers", "[A]"),
+    "divergence": Rule("shared tensors that differ between the cores", "[A] lnc"),
+    "lnc-trips": Rule(
+        "a device loop that the two cores of a pair run a different number of times",
+        "[A] lnc: control flow that differs on the cores is undefined; [F] unequal loops hung",
+    ),
+    # -- loops and registers
+    "loop": Rule("loops whose bounds, step, body or end the language does not allow", "[A] nki-dynamic-loops"),
+    "scope": Rule("a loop's tensor used outside of it", "[M] 0.6, rules for migrated loops"),
+    "depends-on": Rule("an edge into or out of a device loop", "[A]"),
+    "registers": Rule("more than 64 registers live at once", "[A] register_alloc: 64 per engine sequencer"),
+    "endless-loop": Rule("a while loop whose condition stays nonzero", "[S]"),
+    "zero-trip": Rule(
+        "a device loop that runs no pass (a while loop on one core may)", "[F] such loops hung; [7] a while loop may skip its body"
+    ),
+    "trip-count": Rule("a device loop of more than 2,048 passes", "[F] 4,096 stalled where 2,048 ran"),
+    "loop-bound-rewritten": Rule(
+        "writing, in a loop's body, the register that bounds it", "[7] a compare-and-branch reads it; what a rewrite does is not said"
+    ),
+    "loop-counter": Rule("writing a counted loop's own register", "[A] language guide: it is frozen; [M] 0.6: read-only"),
+    "nested-dynamic-loop": Rule("a device loop in another one", "[F] unproven; failed with carried state in NKI 0.4", recorded=True),
+    "operand": Rule("something else than a register, a tensor or a number where one is asked for", "[A]"),
+    "platform-target": Rule("jit(platform_target=)", "[M] 0.3: an error; NEURON_PLATFORM_TARGET_OVERRIDE says it"),
+    "signature": Rule("keyword-only parameters and lists as arguments", "[A]"),
+}

@@ -16,6 +16,7 @@ import numpy as np
 from nki_sim import errors
 from nki_sim.dtypes import INTS, DType, as_dtype
 from nki_sim.errors import Where, need
+from nki_sim.limits import PATTERN_DIMENSIONS
 
 
 class MemoryRegion(Enum):
@@ -341,6 +342,8 @@ class NkiTensor:
         whole = not self.offset and not self.is_indirect()
         need(whole, "ap-on-view", "NKI is of two minds on .ap() of a slice ({}); call it on the whole", self)
         new = as_dtype(dtype) if dtype is not None else self.dtype
+        deep = "a pattern of {} dimensions ({}); a partition and {} more are the most"
+        need(len(pattern) <= PATTERN_DIMENSIONS, "access-pattern", deep, len(pattern), pattern, PATTERN_DIMENSIONS - 1)
         shape, strides = [int(n) for _, n in pattern], [int(s) for s, _ in pattern]
         pitch = self.storage.pitch // new.itemsize
         good = shape and (not self.buffer.on_chip or shape[0] == 1 or strides[0] == pitch)

@@ -10,7 +10,7 @@ from nki_sim.dtypes import INTS
 from nki_sim.errors import need
 from nki_sim.machine import Machine
 from nki_sim.program import tracer
-from nki_sim.rules import HBM, PSUM, REQUIRED, SBUF, Args, Compute, Tile, instruction
+from nki_sim.instruction import HBM, PSUM, REQUIRED, SBUF, Args, Compute, Tile, instruction
 from nki_sim.tensor import MemoryRegion, VirtualRegister
 
 GPSIMD_DMA_BYTES = {4: 1024, 2: 512, 1: 256}  # per partition, by element size (NKI 0.6, sendrecv)
@@ -40,6 +40,7 @@ def _move(a: Args) -> Compute:
 def register_move(a: Args) -> Compute:
     """Put a constant or another register's value in a register."""
     _check(a.dst)
+    tracer().assign(a.dst)
     need(isinstance(a.src, (int, VirtualRegister)), "operand", "src is an integer or a register; got {!r}", a.src)
     return _move(a)
 
@@ -48,6 +49,7 @@ def register_move(a: Args) -> Compute:
 def register_load(a: Args) -> Compute:
     """Put a tensor's single integer in a register."""
     _check(a.dst, a.src)
+    tracer().assign(a.dst)
     return _move(a)
 
 

@@ -10,7 +10,7 @@ from nki_sim.errors import need, refuse
 from nki_sim.isa.vector import write_where
 from nki_sim.limits import DMA_COMPUTE_SOURCES
 from nki_sim.machine import Machine, Rows
-from nki_sim.rules import HBM, REQUIRED, SBUF, Args, Compute, Tile, instruction
+from nki_sim.instruction import HBM, REQUIRED, SBUF, Args, Compute, Tile, instruction
 from nki_sim.tensor import NkiTensor
 
 Array = np.ndarray
@@ -128,7 +128,8 @@ def dma_transpose(a: Args) -> Compute:
     need(known, "axes", "axes are {}; got {} for {}", list(AXES.values()), a.axes, src)
     order = AXES.get(src.ndim, (1, 0))
     shape = tuple(src.shape[i] for i in order)
-    need(dst.shape[0] == shape[0] and dst.size == src.size, "shape", "dst {} must be {}", dst, shape)
+    fix = "give dst that shape, or a view of it with reshape_dim"
+    need(dst.shape == shape, "shape", "dst {} must be {} for src {}; {}", dst, list(shape), src, fix)
     size, rows, last = src.dtype.itemsize, src.shape[0], src.shape[-1]
     if src.by_row:
         need(mode in ("unknown", "swdge"), "dma-mode", "an indirect transpose is swdge; got {}", mode)
@@ -141,12 +142,17 @@ def dma_transpose(a: Args) -> Compute:
         fix = f"uint32 in SBUF, 16..128 partitions by 16 (128 for several columns), at least {rows} in all"
         need(good, "vector-offset", "indices are {}; got {}", fix, i)
     else:
-        need(mode in ("unknown", "hwdge"), "dma-mode", "a direct transpose is hwdge; got {}", mode)
+        dynamic = src.is_indirect() or dst.is_indirect()
+        modes = ("unknown", "hwdge") if dynamic else ("unknown", "hwdge", "none")
+        need(mode in modes, "dma-mode", "a direct transpose is {}; got {}", " or ".join(modes), mode)
         need(size in (2, 4), "dtype", "2-byte or 4-byte dtypes; got {}", src.dtype)
         block = rows == 16 if src.ndim == 2 else rows in (1, 2, 4, 8, 16) and rows * src.shape[-2] % 16 == 0
         fix = "a 2-byte dtype, last <= 128, 16 rows (3-D, 4-D: 1, 2, 4, 8, 16 and rows x second-last % 16 == 0)"
-        block = mode != "hwdge" or (size == 2 and last <= 128 and block)
-        need(block, "dma-transpose", "hwdge needs {}; got {}", fix, src)
+        block = size == 2 and last <= 128 and block
+        need(block or mode != "hwdge", "dma-transpose", "hwdge needs {}; got {}", fix, src)
+        more = "transpose with nisa.nc_transpose, or gather rows by a vector_offset"
+        found = "a run-time address needs hardware descriptors, which take {}; got {}; {}"
+        need(block or not dynamic, "dynamic-dma-transpose", found, fix, src, more)
     skip = a.oob_mode is SKIP
     need(not skip or src.by_row, "dma-mode", "oob_mode.skip goes with an indirect source")
 

@@ -7,7 +7,7 @@ from nki_sim.errors import need, refuse
 from nki_sim.isa.vector import like, line, need_alu, need_ints, need_shape, write_where
 from nki_sim.machine import Machine
 from nki_sim.ops import OPS, alu
-from nki_sim.rules import REQUIRED, SBUF, Args, Compute, Tile, instruction
+from nki_sim.instruction import REQUIRED, SBUF, Args, Compute, Tile, instruction
 
 GROUP = 16  # SBUF partitions connected to one of the eight GpSimd cores
 Array = np.ndarray
@@ -15,29 +15,33 @@ IN, OUT = Tile(SBUF), Tile(SBUF, write=True)
 REDUCTIONS = ("add", "average", "maximum", "bitwise_or", "bitwise_and")
 
 
-def _affine(a: Args) -> Array:
+def _affine(a: Args, offset: int) -> Array:
     """offset + partition * channel_multiplier + sum(step * index), int32, in dst's shape."""
     need(len(a.pattern) <= 4, "access-pattern", "pattern {} has more than 4 dimensions", a.pattern)
     size = int(np.prod([n for _, n in a.pattern]))
     need(size == a.dst.free_size, "shape", "pattern {} does not fill dst {}", a.pattern, a.dst)
-    values = a.offset + np.arange(a.dst.shape[0], dtype=np.int64)[:, None] * a.channel_multiplier
+    values = offset + np.arange(a.dst.shape[0], dtype=np.int64)[:, None] * a.channel_multiplier
     for step, n in a.pattern:
         values = (values[:, :, None] + np.arange(n, dtype=np.int64) * step).reshape(len(values), -1)
     return values.astype(np.int32).reshape(a.dst.shape)
 
 
-@instruction("G", dst=OUT, pattern=REQUIRED, offset=0, channel_multiplier=0)
+@instruction("G", special=True, dst=OUT, pattern=REQUIRED, offset=0, channel_multiplier=0)
 def iota(a: Args) -> Compute:
-    """Integers by an affine pattern, converted to dst's dtype."""
-    values = _affine(a)
-    return lambda: values
+    """Integers by an affine pattern, converted to dst's dtype. The offset may be a register."""
+    values = _affine(a, 0)
+
+    def execute(machine: Machine) -> None:
+        machine.write(a.dst, values + np.int32(machine.value(a.offset)))
+
+    return execute
 
 
 @instruction("G", same="dst on_true_tile", dst=OUT, pattern=REQUIRED, channel_multiplier=REQUIRED, on_true_tile=IN, on_false_value=REQUIRED, cmp_op=OPS["equal"], offset=0)  # fmt: skip
 def affine_select(a: Args) -> Compute:
     """on_true_tile where cmp_op(affine value, 0) holds, else on_false_value."""
     need_alu(a.cmp_op)
-    keep = alu(a.cmp_op, _affine(a), 0) != 0
+    keep = alu(a.cmp_op, _affine(a, a.offset), 0) != 0
     return lambda x: np.where(keep, like(f32(x), a.dst), np.float32(a.on_false_value))
 
 

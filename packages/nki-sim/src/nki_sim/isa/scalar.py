@@ -6,8 +6,8 @@ from nki_sim.constants import reduce_cmd
 from nki_sim.dtypes import f32
 from nki_sim.errors import need
 from nki_sim.isa.vector import ANY_COLUMN, like, operands, reducing
-from nki_sim.ops import OPS, Op
-from nki_sim.rules import COLUMN, IN, OUT, OUT_COLUMN, REQUIRED, Args, Compute, instruction
+from nki_sim.ops import OPS, Op, need_range
+from nki_sim.instruction import COLUMN, IN, OUT, OUT_COLUMN, REQUIRED, Args, Compute, instruction
 
 BIAS = ANY_COLUMN._replace(optional=True)
 SCALE = COLUMN._replace(default=1.0)
@@ -24,7 +24,9 @@ def activation(a: Args) -> Compute:
         bias, scale = operands(rest, a.dst, a.bias, a.scale)
         x = like(f32(x), a.dst)
         x = x if isinstance(a.scale, (int, float)) and a.scale == 1 else x * scale
-        return a.op.activation(x if bias is None else x + bias)
+        x = x if bias is None else x + bias
+        need_range(a.op, x)
+        return a.op.activation(x)
 
     return reducing(a, OPS["add"], getattr(a, "reduce_cmd", reduce_cmd.reset_reduce), body)
 

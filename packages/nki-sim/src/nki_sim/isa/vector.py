@@ -13,8 +13,8 @@ from nki_sim.dtypes import FLOATS, INTS, NUMPY, cast, f32
 from nki_sim.errors import need
 from nki_sim.limits import BN_STATS_FREE, PARTITIONS
 from nki_sim.machine import Machine
-from nki_sim.ops import OPS, Op, alu
-from nki_sim.rules import COLUMN, IN, OUT, OUT_COLUMN, REQUIRED, Args, Compute, Tile, instruction
+from nki_sim.ops import OPS, TRN3_ONLY, UNLISTED, Op, alu
+from nki_sim.instruction import COLUMN, IN, OUT, OUT_COLUMN, REQUIRED, Args, Compute, Tile, instruction
 from nki_sim.tensor import MemoryRegion, NkiTensor
 
 Array = np.ndarray
@@ -47,6 +47,9 @@ def operands(arrays: tuple[Array, ...], target: NkiTensor, *values: Any, kind: A
 def need_alu(op: Any, bitvec: bool | None = False) -> None:
     """Refuse what is no ALU operator of this kind (None: either)."""
     need(isinstance(op, Op) and op.alu is not None, "op", "op must be an ALU operator such as nl.add; got {!r}", op)
+    need(op.name not in TRN3_ONLY, "target", "{} needs NeuronCore-v4 (Trn3); trn2 is modelled", op)
+    fix = "multiply by nisa.reciprocal's result" if op.name == "divide" else "compute it from operators that are"
+    need(op.name not in UNLISTED, "alu-operator", "{} is no operator of the ALU (nki.api.shared); {}", op, fix)
     need(bitvec is None or op.bitvec is bitvec, "op", "{} is not {}", op, "bitwise" if bitvec else "arithmetic")
 
 
@@ -112,7 +115,8 @@ def tensor_copy(a: Args) -> Compute:
 @instruction("VG", dst=OUT, value=REQUIRED, engine=Engine.unknown)
 def memset(a: Args) -> Compute:
     """Fill with a constant of the tile's kind."""
-    need(a.dst.dtype not in INTS or float(a.value).is_integer(), "dtype", "{!r} is no {}", a.value, a.dst.dtype)
+    whole = a.dst.dtype not in INTS or isinstance(a.value, (int, np.integer))
+    need(whole, "memset-value", "dst is {} and the value {!r}; write {}", a.dst.dtype, a.value, int(a.value) if np.isfinite(a.value) else "an int")
     constant = cast(np.asarray(a.value), NUMPY[a.dst.dtype])
     return lambda: constant
 

@@ -2,6 +2,7 @@
 documented limit is refused."""
 
 import ml_dtypes
+import nki_sim
 import nki_sim.isa as nisa
 import nki_sim.language as nl
 import numpy as np
@@ -51,11 +52,8 @@ ARITHMETIC = {
     "add": np.add,
     "subtract": np.subtract,
     "multiply": np.multiply,
-    "divide": np.divide,
     "maximum": np.maximum,
     "minimum": np.minimum,
-    "abs_max": lambda a, b: np.maximum(abs(a), abs(b)),
-    "abs_min": lambda a, b: np.minimum(abs(a), abs(b)),
     "equal": np.equal,
     "not_equal": np.not_equal,
     "less": np.less,
@@ -274,7 +272,8 @@ REFUSALS = [
     ("engine", lambda: nisa.tensor_copy(sb(8, 4), sb(8, 4), engine=nisa.engine.tensor)),
     ("engine-buffer", lambda: nisa.tensor_copy(ps(8, 4), sb(8, 4), engine=nisa.engine.gpsimd)),
     ("buffer", lambda: nisa.tensor_copy(sb(8, 4), hbm(8, 4))),
-    ("dtype", lambda: nisa.memset(nl.ndarray((8, 4), "int32"), 0.5)),
+    ("memset-value", lambda: nisa.memset(nl.ndarray((8, 4), "int32"), 0.5)),
+    ("memset-value", lambda: nisa.memset(nl.ndarray((8, 4), "int32"), 2.0)),
     ("broadcast-write", lambda: nisa.memset(sb(8, 1).broadcast(1, 4), 0)),
     ("start-partition", lambda: nisa.memset(sb(128, 4)[32:128], 0)),
     ("start-partition", lambda: nisa.memset(sb(128, 4)[8:16], 0)),
@@ -287,6 +286,9 @@ REFUSALS = [
     ("engine-buffer", lambda: nisa.tensor_tensor(ps(8, 4), sb(8, 4), sb(8, 4), nl.power)),
     ("engine-buffer", lambda: nisa.tensor_tensor(sb(8, 4), sb(8, 4), sb(8, 4), nl.power, engine=nisa.engine.vector)),
     ("engine-buffer", lambda: nisa.tensor_scalar(sb(8, 4), ps(8, 4), nl.rsqrt, None, engine=nisa.engine.gpsimd)),
+    ("alu-operator", lambda: nisa.tensor_tensor(sb(8, 4), sb(8, 4), sb(8, 4), nl.divide)),
+    ("alu-operator", lambda: nisa.tensor_scalar(sb(8, 4), sb(8, 4), nl.mod, 2.0)),
+    ("target", lambda: nisa.tensor_tensor(sb(8, 4), sb(8, 4), sb(8, 4), nl.abs_max)),
     ("op", lambda: nisa.tensor_tensor(sb(8, 4), sb(8, 4), sb(8, 4), nl.abs)),
     ("op", lambda: nisa.tensor_scalar(sb(8, 4), sb(8, 4), nl.abs, 1.0)),
     ("op", lambda: nisa.tensor_scalar(sb(8, 4), sb(8, 4), nl.add, 1.0, op1=nl.rsqrt, operand1=sb(8, 1))),
@@ -378,3 +380,21 @@ def test_what_is_not_modelled_raises_with_its_name(name):
         _ = nl.softmax
     assert "Trn3" in refused("", lambda: sb(8, 4).indirect(sb(8, 1)), error=NotImplementedError)
     assert not hasattr(nisa, name) and getattr(nl, name, None) is None
+
+
+def test_a_run_time_index_may_start_a_tile_only_where_a_fixed_one_may():
+    def kernel(at):
+        tile, register = nl.zeros((128, 4), "float32"), nisa.register_alloc()
+        nisa.register_load(register, nl.load(at))
+        nisa.memset(tile[nl.ds(register, 32)], 1.0)
+
+    nki_sim.simulate(kernel)(np.array([[96]], np.int32))
+    with pytest.raises(nki_sim.NkiError, match=r"start-partition: memset: .*partition 16 by its run-time index"):
+        nki_sim.simulate(kernel)(np.array([[16]], np.int32))
+
+
+def test_what_the_table_of_operators_does_not_list_can_be_allowed_by_name():
+    x = np.abs(randn(P, N)) + 1
+    with nki_sim.checks(record=["alu-operator"]) as findings:
+        got = run(lambda d, a: nisa.tensor_tensor(d, a, a, nl.divide), x, dst=((P, N), "float32"))
+    assert (got == 1).all() and [f.rule for f in findings] == ["alu-operator"]

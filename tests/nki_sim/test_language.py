@@ -47,7 +47,7 @@ def add_rows(style):
 def test_loops_run_as_often_as_the_device_says_from_one_program(style):
     x = np.round(randn(9, 5) * 8)
     program = nki_sim.trace(add_rows(style), (nki_sim.Spec((9, 5), "float32"), nki_sim.Spec((1, 1), "int32")))
-    for n in (0, 1, 4, 9):
+    for n in (1, 4, 9) if style != "while_loop" else (0, 1, 4, 9):  # a while loop may skip its body
         count = np.array([[n]], np.int32)
         want = x[:n].sum(axis=0, keepdims=True)
         np.testing.assert_array_equal(program.run(x, count).outputs, want)
@@ -95,13 +95,14 @@ def breaks():
         break
 
 
-def nest(n):
-    if n:
-        nl.fori_loop(0, 1, lambda i: nest(n - 1))
+def many_registers():
+    live = [nisa.register_alloc(i) for i in range(65)]
+    for register in live:
+        nisa.register_store(nl.ndarray((1, 1), "int32"), register)
 
 
 REFUSALS = [
-    ("registers", lambda: nest(65)),
+    ("registers", many_registers),
     ("loop", lambda: nl.fori_loop(0, sb(1, 1, dtype="int32"), lambda i: None)),
     ("loop", lambda: nl.while_loop(1, lambda r: r)),
     ("operand", lambda: nisa.register_load(3, sb(1, 1, dtype="int32"))),
@@ -125,6 +126,77 @@ def test_loops_and_registers_refuse_what_the_device_cannot_do(rule, body):
     refused(rule, body)
 
 
+def rewritten(nested):
+    bound = nisa.register_alloc(2)
+
+    def body(i):
+        if nested:
+            nl.fori_loop(0, 1, lambda _: nisa.register_move(bound, 1) and None)
+        else:
+            nisa.register_load(bound, sb(1, 1, dtype="int32"))
+
+    with nki_sim.checks(record=["nested-dynamic-loop"]):
+        nl.fori_loop(0, bound, body)
+
+
+LOOPS = [
+    ("loop-bound-rewritten", lambda: rewritten(nested=False)),
+    ("loop-bound-rewritten", lambda: rewritten(nested=True)),
+    ("loop-counter", lambda: nl.fori_loop(0, 2, lambda i: nisa.register_move(i, 0) and None)),
+    ("loop-counter", lambda: nl.fori_loop(0, 2, lambda i: nisa.register_load(i, sb(1, 1, dtype="int32")) and None)),
+    ("zero-trip", lambda: nl.fori_loop(3, 3, lambda i: None)),
+    ("trip-count", lambda: nl.fori_loop(0, 2049, lambda i: None)),
+    ("trip-count", lambda: nl.while_loop(nisa.register_alloc(1), lambda r: r)),
+]
+
+
+@pytest.mark.parametrize(("rule", "body"), LOOPS)
+def test_loops_that_devices_were_not_seen_to_run_are_refused_unless_allowed_by_name(rule, body):
+    refused(rule, body)
+    if "while_loop" not in str(body.__code__.co_names):
+        with nki_sim.checks(record=[rule]) as findings:
+            nki_sim.simulate(lambda: body() and None)()
+        assert [f.rule for f in findings] == [rule]
+
+
+def test_the_most_passes_that_were_seen_to_run_are_allowed():
+    nki_sim.simulate(lambda: nl.fori_loop(0, 2048, lambda i: None))()
+
+
+def test_a_loop_in_a_loop_is_noted_and_refused_on_request():
+    def body():
+        nl.fori_loop(0, 2, lambda i: nl.fori_loop(0, 2, lambda j: nisa.memset(sb(1, 4), 0) and None))
+
+    with pytest.warns(nki_sim.errors.Unproven, match="nested-dynamic-loop"):
+        nki_sim.simulate(lambda: body() and None)()
+    with nki_sim.checks() as findings:
+        nki_sim.simulate(lambda: body() and None)()
+    assert [f.rule for f in findings] == ["nested-dynamic-loop"]
+    with nki_sim.checks(refuse=["nested-dynamic-loop"]):
+        refused("nested-dynamic-loop", body)
+
+
+@pytest.mark.parametrize("live", [64, 65])
+def test_registers_count_while_they_hold_a_value_that_is_still_read(live):
+    def kernel():
+        for _ in range(3):  # one after the other: each is dead when the next begins
+            for _ in range(40):
+                nisa.register_store(nl.ndarray((1, 1), "int32"), nisa.register_alloc(1))
+        kept = [nisa.register_alloc(i) for i in range(live - 1)]
+
+        def body(i):  # the counter lives, and so does all that the next pass reads
+            for register in kept:
+                nisa.register_store(nl.ndarray((1, 1), "int32"), register)
+
+        nl.fori_loop(0, 2, body)
+
+    if live <= 64:
+        nki_sim.simulate(kernel)()
+    else:
+        with pytest.raises(nki_sim.NkiError, match="registers: 65 registers hold values at once"):
+            nki_sim.simulate(kernel)()
+
+
 PYTHON = [
     lambda: nisa.register_alloc(1) == 1,
     lambda: nisa.register_alloc(1) != 1,
@@ -139,6 +211,8 @@ PYTHON = [
     lambda: bool(nisa.register_alloc(1)),
     lambda: range(nisa.register_alloc(1)),
     lambda: nisa.register_alloc(1) + 1,
+    lambda: nisa.scalar_load(sb(1, 1, dtype="int32")) == 1,
+    lambda: nisa.scalar_load(sb(1, 1, dtype="int32")) // 2,
     lambda: nisa.register_alloc(1) < 2,
     lambda: bool(sb(1, 1)),
     lambda: list(sb(1, 1)),
@@ -163,7 +237,8 @@ def test_an_argument_that_is_left_out_may_be_told_by_comparing_with_none():
 
 def test_a_loop_that_never_ends_is_reported(monkeypatch):
     monkeypatch.setattr("nki_sim.machine._LOOP_LIMIT", 5)
-    assert "5 times" in refused("endless-loop", lambda: nl.while_loop(nisa.register_alloc(1), lambda r: r))
+    with nki_sim.checks(record=["trip-count"]):
+        assert "5 times" in refused("endless-loop", lambda: nl.while_loop(nisa.register_alloc(1), lambda r: r))
 
 
 def test_printing_happens_when_the_program_runs(capsys):

@@ -36,7 +36,7 @@ def test_a_missing_barrier_is_a_race_even_where_the_values_agree(order):
     with nki_sim.checks(record=["race", "uninitialized"]) as findings:
         nki_sim.simulate(exchange(False)[2], order=order)(x)
     races = [f for f in findings if f.rule == "race"]
-    assert races and "no core_barrier" in races[0].message and "test_sim_cores.py" in str(races[0].where)
+    assert races and "no core_barrier" in races[0].message and "test_machine.py" in str(races[0].where)
     with pytest.raises(nki_sim.NkiError, match=r"^race|^uninitialized"):
         nki_sim.simulate(exchange(False)[2], order=order)(x)
 
@@ -54,7 +54,7 @@ def test_a_scatter_before_the_other_core_zeroed_is_a_race_and_orders_differ():
     x, index = randn(4, 6), np.arange(8, dtype=np.int32)[:, None]
     kernel = nki_sim.jit(scatter_race)[2]
     with pytest.raises(
-        nki_sim.NkiError, match=r"^race: dma_copy: core 1 writes what core 0 writes \(dma_copy at .*test_sim_cores"
+        nki_sim.NkiError, match=r"^race: dma_copy: core 1 writes what core 0 writes \(dma_copy at .*test_machine"
     ):
         nki_sim.simulate(kernel)(x, index, np.ones((8, 6), np.float32))
     with nki_sim.checks(record=["race"]) as findings, pytest.raises(nki_sim.NkiError, match="interleaving"):
@@ -149,3 +149,58 @@ def test_every_order_compares_arguments_that_are_written_as_well():
 
     with nki_sim.checks(record=["race"]), pytest.raises(nki_sim.NkiError, match="interleaving: array 0"):
         nki_sim.simulate(nki_sim.jit(kernel)[2], order="all")(randn(2, 4))
+
+
+def counted(x, n):
+    """Each core of a pair runs its own number of passes."""
+    me, out, register = nl.program_id(0), hbm(2, 4), nisa.register_alloc()
+    total = nl.load(x)
+    nisa.register_load(register, nl.load(n[me : me + 1]))
+    nl.fori_loop(0, register, lambda i: nisa.tensor_scalar(total, total, nl.add, 1.0) and None)
+    nisa.dma_copy(out[me : me + 1], total)
+    return out
+
+
+@pytest.mark.parametrize("order", ["core0", "core1", "alternate"])
+def test_loops_of_a_pair_run_equally_often_on_both_cores(order):
+    x, kernel = np.zeros((1, 4), np.float32), nki_sim.jit(counted)[2]
+    same, other = np.array([[3], [3]], np.int32), np.array([[3], [2]], np.int32)
+    assert (nki_sim.simulate(kernel, order=order)(x, same) == 3).all()
+    with pytest.raises(nki_sim.NkiError, match=r"^lnc-trips: .*3 times.*2 times|^lnc-trips: .*2 times.*3 times"):
+        nki_sim.simulate(kernel, order=order)(x, other)
+    with nki_sim.checks(record=["lnc-trips"]) as findings:
+        assert nki_sim.simulate(kernel, order=order)(x, other)[:, 0].tolist() == [3, 2]
+    assert [f.rule for f in findings] == ["lnc-trips"]
+
+
+def test_a_loop_that_only_one_core_runs_is_refused():
+    def body():
+        if nl.program_id(0):
+            nl.fori_loop(0, 2, lambda i: None)
+
+    assert "core 0 does not run it" in refused("lnc-trips", body, cores=2)
+
+
+def test_a_while_loop_may_skip_its_body_on_one_core_but_not_on_a_pair():
+    def body():
+        nl.while_loop(nisa.register_alloc(0), lambda r: r)
+
+    nki_sim.simulate(lambda: body())()
+    refused("zero-trip", body, cores=2)
+
+
+def test_unequal_loops_inside_equal_ones_are_found_in_the_pass_where_they_differ():
+    def kernel(n):
+        me, register = nl.program_id(0), nisa.register_alloc()
+        counts = nl.load(n)
+
+        def outer(i):
+            nisa.register_load(register, counts[0:1, nl.ds(i, 1)] if me == 0 else counts[0:1, 0:1])
+            nl.fori_loop(0, register, lambda j: None)
+
+        nl.fori_loop(0, 3, outer)
+
+    with nki_sim.checks():
+        nki_sim.simulate(nki_sim.jit(kernel)[2])(np.array([[2, 2, 2]], np.int32))
+        with pytest.raises(nki_sim.NkiError, match="lnc-trips"):
+            nki_sim.simulate(nki_sim.jit(kernel)[2])(np.array([[2, 2, 1]], np.int32))

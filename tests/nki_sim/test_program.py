@@ -1,6 +1,10 @@
 """The contract: a program comes from shapes, dtypes and compile-time arguments alone, its hash is its identity, and running it
 is running the kernel."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import nki_sim
 import nki_sim.isa as nisa
 import nki_sim.language as nl
@@ -55,7 +59,7 @@ def test_a_loop_is_one_entry_however_often_it_runs():
         return out
 
     x = np.zeros((8, 4), np.float32)
-    counts = [np.array([[n]], np.int32) for n in (0, 3, 70)]
+    counts = [np.array([[n]], np.int32) for n in (1, 3, 70)]
     programs = [nki_sim.trace(kernel, (x, n)) for n in counts]
     assert len({p.hash for p in programs}) == 1
     ops = [i.op for i in programs[0].instructions]
@@ -111,3 +115,66 @@ def test_another_target_is_refused(monkeypatch):
     monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", "trn3")
     with pytest.raises(NotImplementedError, match="trn3"):
         nki_sim.trace(scaled, (Spec((8, 4), "float32"),))
+
+
+def everything(x, n):
+    """Operators, enumerations, constants, registers, loops: whatever a program's text can hold."""
+    tile, out, mask = nl.load(x), hbm(*x.shape), nl.ndarray(x.shape, "uint8")
+    nisa.activation(tile, nl.silu, tile, reduce_cmd=nisa.reduce_cmd.reset_reduce)
+    nisa.tensor_scalar(tile, tile, nl.multiply, np.float32(2.0), op1=nl.add, operand1=1.0)
+    nisa.tensor_scalar(mask, tile, nl.greater, 0.0)
+    nisa.affine_select(tile, [[1, 4]], 1, tile, 0.0, cmp_op=nl.less)
+    register = nisa.register_alloc()
+    nisa.register_load(register, nl.load(n))
+    nl.fori_loop(0, register, lambda i: nisa.tensor_copy(tile, tile, engine=nisa.engine.gpsimd) and None)
+    nisa.dma_copy(out, tile, dge_mode=nisa.dge_mode.hwdge)
+    nisa.dma_copy(out, nl.shared_constant(np.ones(x.shape, np.float32)))
+    return out
+
+
+HASH = """
+import sys
+sys.path[:0] = [{tests!r}]
+{imports}
+import nki_sim
+import test_program
+print(nki_sim.trace(test_program.everything, (nki_sim.Spec((8, 4), "float32"), nki_sim.Spec((1, 1), "int32"))).hash)
+"""
+
+
+def test_the_hash_is_the_same_in_every_process_and_order_of_imports():
+    tests = str(Path(__file__).parent)
+    orders = ("import nki_sim.language", "import collections, json\nx = [object() for _ in range(10000)]\nimport nki_sim.cost")
+    outputs = {
+        subprocess.run([sys.executable, "-c", HASH.format(tests=tests, imports=i)], check=True, capture_output=True, text=True).stdout
+        for i in orders
+    }  # fmt: skip
+    here = nki_sim.trace(everything, (Spec((8, 4), "float32"), Spec((1, 1), "int32")))
+    assert outputs == {here.hash + "\n"} and " at 0x" not in here.text()
+
+
+def test_an_argument_without_a_stable_text_is_refused_where_the_hash_is_asked_for():
+    program = nki_sim.trace(lambda x: nisa.iota(nl.ndarray((8, 4), "int32"), [[1, 4]]) and x, (Spec((8, 4), "float32"),))
+    program.instructions[0].args["offset"] = object()
+    with pytest.raises(TypeError, match="identity needs numbers"):
+        program.hash  # noqa: B018
+
+
+def test_a_forgotten_return_is_found():
+    def kernel(x):
+        nisa.dma_copy(hbm(*x.shape), nl.load(x))
+
+    with pytest.raises(nki_sim.NkiError, match=r"no-output: .*`return` the tensor.*test_program\.py"):
+        nki_sim.trace(kernel, (Spec((8, 4), "float32"),))
+
+    def updates(x):
+        nisa.dma_copy(x, nl.load(x))
+
+    nki_sim.trace(updates, (Spec((8, 4), "float32"),))
+
+
+def test_a_platform_is_chosen_by_the_environment_only():
+    with pytest.raises(nki_sim.NkiError, match="platform-target.*NEURON_PLATFORM_TARGET_OVERRIDE"):
+        nki_sim.jit(platform_target="trn2")(scaled)
+    with pytest.raises(nki_sim.NkiError, match="platform-target"):
+        nki_sim.jit(scaled, platform_target="trn3")

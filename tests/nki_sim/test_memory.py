@@ -120,7 +120,7 @@ def test_outputs_must_be_written_everywhere_and_live_in_shared_hbm():
         nisa.dma_copy(out[0:7], sb(7, 4))
         return out
 
-    with pytest.raises(nki_sim.NkiError, match=r"unwritten-output: 4 of 32 elements.*test_sim_memory"):
+    with pytest.raises(nki_sim.NkiError, match=r"unwritten-output: 4 of 32 elements.*test_memory"):
         nki_sim.simulate(kernel)(nl.shared_hbm)
     with pytest.raises(nki_sim.NkiError, match="output: the kernel returns private_hbm"):
         nki_sim.simulate(kernel)(nl.private_hbm)
@@ -138,3 +138,8 @@ def test_recorded_rules_leave_nan_and_a_finding_where_they_would_have_stopped():
     assert findings[0].where.function == "kernel"
     with pytest.raises(nki_sim.NkiError):
         nki_sim.simulate(kernel)()
+
+
+def test_a_psum_address_is_a_multiple_of_four_bytes():
+    refused("alignment", lambda: nl.ndarray((8, 4), "bfloat16", buffer=nl.psum, address=(0, 2)))
+    nki_sim.trace(lambda: nl.ndarray((8, 4), "bfloat16", buffer=nl.psum, address=(0, 4)) is None or None)

@@ -43,7 +43,7 @@ def test_a_gather_takes_rows_by_index_and_skips_those_outside_when_told():
     np.testing.assert_array_equal(gather(x, index, SKIP, before), want)
     index[2] = 20
     with pytest.raises(
-        nki_sim.NkiError, match=r"^out-of-bounds: dma_copy: index -1 of row 1 .*, as do 2 of 4.*test_sim_dma.py"
+        nki_sim.NkiError, match=r"^out-of-bounds: dma_copy: index -1 of row 1 .*, as do 2 of 4.*test_dma.py"
     ):
         gather(x, index)
     with pytest.raises(nki_sim.NkiError, match="uninitialized"):  # skipped rows hold nothing
@@ -84,7 +84,7 @@ def test_dma_compute_adds_sources_and_reads_modifies_writes_by_index():
 
 def test_repeated_indices_in_a_read_modify_write_are_refused():
     def body():
-        table, index = nl.ndarray((8, 6), "float32", buffer=nl.shared_hbm), sb(4, 1, dtype="int32")
+        table, index = nl.ndarray((8, 6), "float32", buffer=nl.hbm), sb(4, 1, dtype="int32")
         nisa.dma_copy(table, sb(8, 6))
         at = table.ap([[6, 4], [1, 6]], vector_offset=index)
         nisa.dma_compute(at, [at, sb(4, 6)], nl.add)
@@ -105,6 +105,23 @@ def test_transposes_exchange_first_and_last_dimension(shape):
         return out
 
     assert nki_sim.simulate(kernel)(x).tobytes() == np.ascontiguousarray(x.transpose(axes)).tobytes()
+
+
+@pytest.mark.parametrize("mode", ["none", "hwdge"])
+def test_sixteen_rows_are_transposed_at_a_fixed_address_in_either_mode_and_at_a_run_time_one(mode):
+    def kernel(x, start):
+        register, tile, out = nisa.register_alloc(), nl.ndarray((24, 16), "bfloat16"), hbm(2, 24, 16, dtype="bfloat16")
+        nisa.dma_transpose(tile, x[:16], dge_mode=nisa.dge_mode[mode])
+        nisa.dma_copy(out[0], tile)
+        nisa.register_load(register, nl.load(start))
+        moved_x = x.ap([[24, 16], [1, 24]], scalar_offset=register, indirect_dim=0)
+        nisa.dma_transpose(tile, moved_x)
+        nisa.dma_copy(out[1], tile)
+        return out
+
+    x = randn(40, 24).astype(ml_dtypes.bfloat16)
+    got = nki_sim.simulate(kernel)(x, np.array([[20]], np.int32))
+    assert (got[0] == x[:16].T).all() and (got[1] == x[20:36].T).all()
 
 
 def test_an_indirect_transpose_gathers_rows_down_the_columns_of_its_indices():
@@ -150,6 +167,12 @@ def add(dst, *srcs, op=nl.add, **options):
     nisa.dma_compute(dst, list(srcs), op, **options)
 
 
+def moved(n, width, dtype="bfloat16"):
+    """Rows of HBM that begin where a register says."""
+    table = nl.ndarray((256, width), dtype, buffer=nl.hbm)
+    return table.ap([[width, n], [1, width]], scalar_offset=nisa.register_alloc(0), indirect_dim=0)
+
+
 def at(index, dim=0):
     """Rows that a run-time number chooses."""
     return hbm(8, 6).ap([[6, 4], [1, 6]], scalar_offset=index, indirect_dim=dim)
@@ -188,7 +211,13 @@ REFUSALS = [
     ("shape", lambda: add(sb(4, 6), sb(4, 5))),
     ("axes", lambda: nisa.dma_transpose(sb(4, 8), sb(8, 4), axes=(0, 1))),
     ("shape", lambda: nisa.dma_transpose(sb(8, 4), sb(8, 4))),
+    ("shape", lambda: nisa.dma_transpose(sb(4, 6), sb(2, 3, 4))),
     ("dtype", lambda: nisa.dma_transpose(sb(4, 8), sb(8, 4, **BF))),
+    ("dma-mode", lambda: nisa.dma_transpose(sb(4, 16, **BF), moved(16, 4), dge_mode=MODE.none)),
+    ("dynamic-dma-transpose", lambda: nisa.dma_transpose(sb(4, 32, **BF), moved(32, 4))),
+    ("dynamic-dma-transpose", lambda: nisa.dma_transpose(sb(4, 16), moved(16, 4, "float32"))),
+    ("dynamic-dma-transpose", lambda: nisa.dma_transpose(sb(128, 2, 128, **BF)[:, 0], moved(128, 128))),
+    ("access-pattern", lambda: hbm(8, 6).ap([[1, 1]] * 6)),
     ("dtype", lambda: nisa.dma_transpose(sb(4, 8, dtype="int8"), sb(8, 4, dtype="int8"))),
     ("buffer", lambda: nisa.dma_transpose(hbm(4, 8), sb(8, 4))),
     ("dma-mode", lambda: nisa.dma_transpose(sb(4, 8), sb(8, 4), dge_mode=MODE.swdge)),

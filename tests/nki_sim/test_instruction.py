@@ -9,7 +9,7 @@ import nki_sim
 import nki_sim.isa as nisa
 import nki_sim.language as nl
 import pytest
-from nki_sim.rules import INSTRUCTIONS
+from nki_sim.instruction import INSTRUCTIONS
 from sim_harness import refused
 
 FLOATS = "float32 bfloat16 float16 float8_e4m3 float8_e5m2 float8_e4m3fn"
@@ -31,7 +31,7 @@ COLUMN = T((8, 1), dtypes="float32")
 ANY_COLUMN = T((8, 1))
 IN_SBUF = T(where="sbuf")
 IN_HBM = T(where="sbuf hbm")
-REGISTER, OTHER_CORE = object(), object()
+REGISTER, SCALAR, OTHER_CORE = object(), object(), object()
 ENGINES = "tensor vector scalar gpsimd dma sync"
 
 
@@ -85,6 +85,7 @@ CALLS = {
     "local_gather": call(dst=T((16, 16), where="sbuf"), src_buffer=T((16, 4), where="sbuf"), index=T((16, 1), "uint16", "sbuf", "uint16"), same_dtype="dst src_buffer"),
     "tensor_partition_reduce": call(dst=T((1, 8), where="sbuf"), op=nl.add, data=IN_SBUF),
     "nonzero_with_count": call(dst=T((16, 9), "int32", "sbuf", "int32"), src=T((16, 8), where="sbuf", dtypes="float32 int32")),
+    "scalar_store": call(dst=T((1, 1), "int32", "sbuf hbm", "int32"), src=SCALAR),
     "register_load": call(dst=REGISTER, src=T((1, 1), "int32", "sbuf hbm", INTS)),
     "register_store": call(dst=T((1, 1), "int32", "sbuf hbm"), src=REGISTER),
     "core_barrier": call(data=T(where="hbm"), cores=(0, 1), engines="vector scalar gpsimd tensor sync"),
@@ -97,6 +98,8 @@ def make(argument: Any) -> Any:
     """What a call is given; a tensor is written where it can be, so that a valid call runs."""
     if argument is REGISTER:
         return nisa.register_alloc(0)
+    if argument is SCALAR:
+        return nisa.scalar_load(nl.zeros((1, 1), "int32"))
     if argument is OTHER_CORE:
         return 1 - nl.program_id(0)
     if not isinstance(argument, T):
@@ -110,11 +113,13 @@ def make(argument: Any) -> Any:
     return made
 
 
-def emit(name: str, arguments: dict[str, Any]) -> None:
+def emit(name: str, arguments: dict[str, Any]) -> Any:
+    """Call the instruction; the shared tensor that it used, if any."""
     made = {n: make(a) for n, a in arguments.items()}
     if name == "dma_compute":
         made["srcs"] = [made["srcs"]]
     getattr(nisa, name)(**made)
+    return next((t for t in made.values() if getattr(t, "buffer", None) is nl.shared_hbm), None)
 
 
 def cores(name: str) -> int:
@@ -123,8 +128,8 @@ def cores(name: str) -> int:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_the_valid_call_runs(name: str) -> None:
-    def kernel() -> None:
-        emit(name, CALLS[name].arguments)
+    def kernel() -> Any:
+        return emit(name, CALLS[name].arguments)
 
     nki_sim.simulate(nki_sim.jit(kernel)[cores(name)])()
 
