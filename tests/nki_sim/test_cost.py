@@ -11,7 +11,7 @@ import nki_sim.isa as nisa
 import nki_sim.language as nl
 import numpy as np
 import pytest
-from nki_sim.cost import Model, cost
+from nki_sim.cost import Model, cost, descriptor_ns
 from sim_harness import hbm, ps, randn, sb
 
 BF = {"dtype": "bfloat16"}
@@ -81,10 +81,15 @@ def dma(body, model=M):
 
 def test_dma_counts_bytes_descriptors_and_direction():
     c = dma(lambda: nisa.dma_copy(sb(128, 1024), hbm(128, 1024)))
-    assert (c.bytes, c.descriptors, c.direction) == (2**19, 128, "hbm->sbuf") and c.ns == pytest.approx(2**19 / 368)
+    assert (c.bytes, c.descriptors, c.direction) == (2**19, 128, "hbm->sbuf") and c.ns == pytest.approx(
+        8 * descriptor_ns(4096, M)
+    )
     strided = dma(lambda: nisa.dma_copy(sb(128, 64), hbm(128, 128)[:, ::2]))
-    assert strided.descriptors == 128 * 64 and strided.ns == pytest.approx(128 * 64 / 16 * M.descriptor_ns)
-    assert dma(lambda: nisa.dma_copy(nl.ndarray((64, 512), "float32", buffer=nl.hbm), sb(64, 512))).direction == "sbuf->hbm"
+    assert strided.descriptors == 128 * 64 and strided.ns == pytest.approx(128 * 64 / 16 * descriptor_ns(4, M))
+    assert (
+        dma(lambda: nisa.dma_copy(nl.ndarray((64, 512), "float32", buffer=nl.hbm), sb(64, 512))).direction
+        == "sbuf->hbm"
+    )
     turned = dma(lambda: nisa.dma_transpose(sb(128, 512, **BF), hbm(512, 128, **BF)))
     assert turned.ns == pytest.approx(2**17 / 368 / 0.9)
 
@@ -185,7 +190,10 @@ def test_the_trace_and_the_chart_are_written_whole(tmp_path):
     r = nki_sim.report(pipeline, randn(512, 64).astype(ml_dtypes.bfloat16))
     spans = [e for e in json.loads(r.save_trace(tmp_path / "t.json").read_text())["traceEvents"] if e["ph"] == "X"]
     assert len(spans) == len(r.events) and all("test_cost.py" in s["args"]["line"] for s in spans)
-    assert max(s["ts"] + s["dur"] for s in spans) == pytest.approx(r.scheduled_ns / 1e3)
+    assert max(s["args"]["seen_us"] for s in spans) == pytest.approx(r.scheduled_ns / 1e3)
+    for tid in {s["tid"] for s in spans}:
+        track = sorted((s["ts"], s["ts"] + s["dur"]) for s in spans if s["tid"] == tid)
+        assert all(later >= end - 1e-9 for (_, end), (later, _) in pairwise(track))  # nothing overlaps on one track
     assert r.save_chart(tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["c.png", "t.json"]
 
@@ -196,3 +204,119 @@ def test_a_chart_without_matplotlib_says_what_to_install(tmp_path, monkeypatch):
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'nki-sim\[plot\]'"):
         report.save_chart(tmp_path / "c.png")
     assert not list(tmp_path.iterdir())
+
+
+def test_the_curve_of_descriptors_is_the_guides_four_ranges():
+    share = {size: size / 23 / descriptor_ns(size, M) for size in (64, 256, 512, 1024, 2048, 4096, 8192)}
+    assert list(share.values()) == sorted(share.values())
+    assert share[64] < 0.1 and share[256] < 0.25  # "a small fraction of peak"
+    assert 0.25 < share[512] < share[1024] < 0.75  # "still below peak"
+    assert share[2048] > 0.75 and share[4096] > 0.93 and share[8192] > 0.98  # "approaches", "saturates"
+
+
+def looped(passes, loops=1):
+    def kernel():
+        tile, other = sb(8, 1200), sb(8, 96)
+        for _ in range(loops):
+            nl.fori_loop(0, passes, lambda i: nisa.activation(tile, nl.copy, tile) and None)
+        nisa.memset(other, 1.0, engine=nisa.engine.gpsimd)
+
+    return kernel
+
+
+def test_a_device_loop_costs_its_synchronisation_once_and_engines_drain_at_its_end():
+    r = nki_sim.report(looped(5))
+    ends = [e for e in r.events if e.instr.op == "loop"]
+    last = max(e.end for e in r.events if e.instr.op == "activation")
+    assert len(ends) == 1 and ends[0].start >= last and ends[0].cost.ns == M.loop_ns == 35_000
+    assert r.events[-1].instr.engine == "gpsimd" and r.events[-1].start >= ends[0].end  # though nothing else holds it
+    assert r.scheduled_ns >= 35_000 + 5 * 1000
+    free = nki_sim.report(looped(5), model=replace(M, loop_ns=0, loop_drains=False))
+    assert free.scheduled_ns < 35_000 and free.events[-1].start < last
+    assert nki_sim.report(looped(5, loops=3)).cores[0].busy_ns["sync"] >= 3 * 35_000
+
+
+def late_memset(model):
+    """A memset that program order puts behind a copy whose operand is not there yet, and a matmul that needs it."""
+
+    def kernel():
+        slow, x, out = sb(128, 4000), sb(128, 128, **BF), sb(128, 64)
+        nisa.activation(slow, nl.exp, slow)
+        nisa.tensor_copy(nl.ndarray((128, 4000), "float32"), slow)  # waits for the Scalar Engine
+        nisa.memset(x, 1.0, engine=nisa.engine.vector)  # waits for nothing
+        product = nl.ndarray((128, 64), "float32", buffer=nl.psum)
+        nisa.nc_matmul(product, x, x[:, :64])
+        nisa.tensor_copy(out, product)
+
+    r = nki_sim.report(kernel, model=model)
+    return r, next(e for e in r.events if e.instr.op == "nc_matmul")
+
+
+def test_an_engine_starts_what_can_start_where_the_compiler_would_reorder():
+    strict, waiting = late_memset(replace(M, reorder=1))
+    free, early = late_memset(M)
+    assert early.start < waiting.start and free.scheduled_ns <= strict.scheduled_ns
+    order = [e.start for e in strict.events if e.instr.engine == "vector"]
+    assert order == sorted(order)
+
+
+def test_a_write_waits_for_every_reader_that_may_start_after_a_later_one():
+    def kernel(x):
+        tile, slow = nl.load(x), nl.ndarray((8, 9000), "float32")
+        nisa.memset(slow, 0.0)  # on Vector
+        first, second = nl.ndarray((8, 64), "float32"), nl.ndarray((8, 64), "float32")
+        nisa.tensor_tensor(first, tile, slow[:, :64], nl.add)
+        nisa.tensor_copy(second, tile)  # may overtake the reader before it
+        nisa.memset(tile, 0.0, engine=nisa.engine.gpsimd)
+
+    r = nki_sim.report(kernel, randn(8, 64))
+    readers = [
+        e.end
+        for e in r.events
+        if any(v.name == "" and v.shape == (8, 64) for v in e.instr.reads) and e.instr.engine == "vector"
+    ]
+    assert r.events[-1].start >= max(readers)
+
+
+def weights(same, gap):
+    def kernel():
+        x, y, z = sb(128, 128, **BF), sb(128, 128, **BF), sb(128, 512, **BF)
+        nisa.nc_matmul(ps(128, 512), x, z)
+        if gap:
+            nisa.tensor_copy(z, z)  # the next matmul waits for it, and nothing runs meanwhile that would hide the load
+        nisa.nc_matmul(ps(128, 512), x if same else y, z)
+
+    matmuls = [e for e in nki_sim.report(kernel).events if e.instr.op == "nc_matmul"]
+    return matmuls[1].start - matmuls[0].end
+
+
+def test_a_stationary_tile_is_loaded_behind_the_matmul_before_it():
+    assert weights(same=False, gap=False) == pytest.approx(0)
+
+    def kernel():
+        x, y, z = sb(128, 128, **BF), sb(128, 128, **BF), sb(128, 8, **BF)
+        for stationary in (x, y, x):
+            nisa.nc_matmul(nl.ndarray((128, 8), "float32", buffer=nl.psum), stationary, z)
+
+    starts = [
+        e.start for e in nki_sim.report(kernel, model=replace(M, weight_cycles=200)).events if e.instr.op == "nc_matmul"
+    ]
+    assert starts[1] - starts[0] == pytest.approx(200 / 2.4) and starts[2] - starts[1] == pytest.approx(200 / 2.4)
+
+
+def test_a_core_alone_on_its_chip_streams_faster_than_one_of_eight():
+    r = nki_sim.report(pipeline, randn(512, 4096))
+    assert 1.5 < r.scheduled_ns / r.lone_ns < 800 / 368 and r.to_dict()["lone_ns"] == r.lone_ns
+    assert "on a loaded chip" in str(r) and "on a core alone" in str(r)
+
+
+def test_a_transpose_at_a_run_time_address_costs_an_issue_for_sixteen_rows():
+    def kernel():
+        table = nl.ndarray((256, 128), "bfloat16", buffer=nl.hbm)
+        nisa.dma_copy(table.reshape(128, 256), sb(128, 256, **BF))
+        for i in range(4):
+            at = table.ap([[128, 16], [1, 128]], scalar_offset=nisa.register_alloc(16 * i), indirect_dim=0)
+            nisa.dma_transpose(nl.ndarray((128, 16), "bfloat16"), at)
+
+    r = nki_sim.report(kernel)
+    assert r.cores[0].busy_ns["sync"] >= 4 * M.hwdge_ns

@@ -20,15 +20,18 @@ def test_the_innermost_context_that_names_a_rule_decides_about_it():
         with nki_sim.checks(record=["memset-value"]) as inner:
             nki_sim.simulate(wrong)()
         assert [f.rule for f in inner] == ["memset-value"] and [f.rule for f in outer] == ["start-partition"]
-        with nki_sim.checks(refuse=["memset-value"]), pytest.raises(nki_sim.NkiError, match="^memset-value"):
+        with nki_sim.checks(refuse=["memset-value"]), pytest.raises(nki_sim.NkiError, match=r"^memset-value"):
             nki_sim.simulate(wrong)()
-    with pytest.raises(nki_sim.NkiError, match="^start-partition"):
+    with pytest.raises(nki_sim.NkiError, match=r"^start-partition"):
         nki_sim.simulate(wrong)()
 
 
 @pytest.mark.parametrize("kind", ["record", "refuse"])
 def test_a_name_that_is_no_rule_is_refused_with_the_one_that_was_meant(kind):
-    with pytest.raises(ValueError, match=r"'zero-trips' is no rule.*did you mean 'zero-trip'"), nki_sim.checks(**{kind: ["zero-trips"]}):
+    with (
+        pytest.raises(ValueError, match=r"'zero-trips' is no rule.*did you mean 'zero-trip'"),
+        nki_sim.checks(**{kind: ["zero-trips"]}),
+    ):
         pass
 
 

@@ -144,7 +144,10 @@ print(nki_sim.trace(test_program.everything, (nki_sim.Spec((8, 4), "float32"), n
 
 def test_the_hash_is_the_same_in_every_process_and_order_of_imports():
     tests = str(Path(__file__).parent)
-    orders = ("import nki_sim.language", "import collections, json\nx = [object() for _ in range(10000)]\nimport nki_sim.cost")
+    orders = (
+        "import nki_sim.language",
+        "import collections, json\nx = [object() for _ in range(10000)]\nimport nki_sim.cost",
+    )
     outputs = {
         subprocess.run([sys.executable, "-c", HASH.format(tests=tests, imports=i)], check=True, capture_output=True, text=True).stdout
         for i in orders
@@ -154,7 +157,9 @@ def test_the_hash_is_the_same_in_every_process_and_order_of_imports():
 
 
 def test_an_argument_without_a_stable_text_is_refused_where_the_hash_is_asked_for():
-    program = nki_sim.trace(lambda x: nisa.iota(nl.ndarray((8, 4), "int32"), [[1, 4]]) and x, (Spec((8, 4), "float32"),))
+    program = nki_sim.trace(
+        lambda x: nisa.iota(nl.ndarray((8, 4), "int32"), [[1, 4]]) and x, (Spec((8, 4), "float32"),)
+    )
     program.instructions[0].args["offset"] = object()
     with pytest.raises(TypeError, match="identity needs numbers"):
         program.hash  # noqa: B018
@@ -174,7 +179,7 @@ def test_a_forgotten_return_is_found():
 
 
 def test_a_platform_is_chosen_by_the_environment_only():
-    with pytest.raises(nki_sim.NkiError, match="platform-target.*NEURON_PLATFORM_TARGET_OVERRIDE"):
+    with pytest.raises(nki_sim.NkiError, match=r"platform-target.*NEURON_PLATFORM_TARGET_OVERRIDE"):
         nki_sim.jit(platform_target="trn2")(scaled)
     with pytest.raises(nki_sim.NkiError, match="platform-target"):
         nki_sim.jit(scaled, platform_target="trn3")

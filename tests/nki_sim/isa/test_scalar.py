@@ -1,6 +1,5 @@
 """The contract: activation functions with scale, bias and running sums, inside the ranges they are fitted for."""
 
-
 from math import erf, pi
 
 import ml_dtypes
@@ -8,7 +7,7 @@ import nki_sim.isa as nisa
 import nki_sim.language as nl
 import numpy as np
 import pytest
-from sim_harness import hbm, ps, randn, refused, run, sb
+from sim_harness import hbm, randn, refused, run, sb
 
 P, N = 16, 40
 SIGMOID = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731
@@ -81,7 +80,15 @@ def test_activation_sums_persist_in_the_registers_and_before_rounding():
     np.testing.assert_allclose(run(reduce, x, dst=((P, 1), "float32"))[:, 0], np.exp(2 * x).sum(1), rtol=1e-5)
 
 
-RANGES = [("sin", 9.0), ("arctan", 2.0), ("log", 0.0), ("sqrt", -1.0), ("sqrt", 0.0), ("rsqrt", 0.0), ("reciprocal", -(2.0**43))]
+RANGES = [
+    ("sin", 9.0),
+    ("arctan", 2.0),
+    ("log", 0.0),
+    ("sqrt", -1.0),
+    ("sqrt", 0.0),
+    ("rsqrt", 0.0),
+    ("reciprocal", -(2.0**43)),
+]
 
 
 @pytest.mark.parametrize(("name", "value"), RANGES)

@@ -5,11 +5,11 @@ import `nki` run unchanged.
 """
 
 from nki_sim import isa, language
+from nki_sim.alias import install, uninstall
 from nki_sim.cost import Model
 from nki_sim.errors import NkiError, checks
-from nki_sim.install import install, uninstall
 from nki_sim.kernel import Kernel, Program, Run, Spec, jit, run, simulate, trace
-from nki_sim.report import Report, report
+from nki_sim.reporting import Report, report
 
 __all__ = ["Kernel", "Model", "NkiError", "Program", "Report", "Run", "Spec", "checks", "install", "isa"]
 __all__ += ["jit", "language", "report", "run", "simulate", "trace", "uninstall"]

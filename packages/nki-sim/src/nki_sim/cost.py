@@ -29,12 +29,21 @@ class Model:
     vector_modes: bool = True  # [A] 2x and 4x for bfloat16 and float16
     fp32_transpose: float = 2  # [A] half of float32's four passes
     dma_latency_ns: float = 1300  # [D] from semaphore to start
-    descriptor_ns: float = 512 / DMA_BYTES_PER_NS  # assumed: a descriptor below 512 B costs as much as one of 512 B
+    dma_engines: float = DMA_ENGINES  # [D] of a core while the chip's other cores are busy
+    lone_dma_engines: float = 800 / DMA_BYTES_PER_NS  # field notes: a core alone on its chip streams 780 to 820 GB/s
+    descriptor_ns: float = 60  # overhead of a descriptor; with `descriptor_power`, the curve of [D]'s four ranges
+    descriptor_power: float = 2  # ns of a descriptor: (overhead^p + (bytes / rate)^p)^(1/p)
     hwdge_ns: float = 600  # [A] issue of one hardware-generated DMA, on the Sync Engine unless told otherwise
     swdge_ns: float = 0  # per descriptor on GpSimd; no figure is published
     transpose_efficiency: float = 0.9  # [A] DMA transpose from HBM, up to
     transpose_efficiency_sbuf: float = 0.5  # [A] from SBUF, up to
     compute_traffic: float = 2  # assumed: dma_compute moves its destination twice
+    loop_ns: float = 35_000  # field notes: 30 to 37 us of synchronisation for each time a device loop is run
+    loop_drains: bool = True  # field notes: what follows a device loop waits for all that is in it, on every engine
+    weight_cycles: float = 64  # [A] a stationary tile, loaded behind the matmul before it or else exposed
+    reorder: int = (
+        64  # assumed: instructions of an engine among which the compiler's scheduler starts the first that can
+    )
     barrier_ns: float = 1300  # assumed: as a semaphore across engines [D]
 
 
@@ -49,6 +58,7 @@ class Cost:
     descriptors: int = 0
     direction: str = ""
     issue: tuple[str, float] | None = None  # engine that generates descriptors, ns
+    weights_ns: float = 0  # Tensor Engine: loading the stationary tile, unless another matmul hides it
 
 
 def _all(i: Instr, *dtypes: str) -> bool:
@@ -120,9 +130,10 @@ def _tensor(i: Instr, m: Model) -> Cost:
         double = i.args["perf_mode"] is matmul_perf_mode.double_row
         k, rows, columns = i.reads[0].shape[0], *(v.free_size // (1 + double) for v in i.reads)
     ns = max(min(64, rows), columns) * ((m.fp32_transpose if turned else 4) if wide else 1) / ghz
+    weights = m.weight_cycles / ghz
     if turned:
-        return Cost(ns, transpose_ns=ns)
-    return Cost(ns, useful_ns=k * rows * columns / PARTITIONS**2 * (4 if wide else 1) / ghz)
+        return Cost(ns, transpose_ns=ns, weights_ns=weights)
+    return Cost(ns, useful_ns=k * rows * columns / PARTITIONS**2 * (4 if wide else 1) / ghz, weights_ns=weights)
 
 
 def run_bytes(view: NkiTensor) -> int:
@@ -135,6 +146,14 @@ def run_bytes(view: NkiTensor) -> int:
     return run * view.dtype.itemsize
 
 
+def descriptor_ns(size: float, m: Model) -> float:
+    """Nanoseconds that a DMA engine takes for one descriptor of `size` bytes: an overhead below 256 B, its rate from 4 KiB on."""
+    return float(
+        (m.descriptor_ns**m.descriptor_power + (size / DMA_BYTES_PER_NS) ** m.descriptor_power)
+        ** (1 / m.descriptor_power)
+    )
+
+
 def _dma(i: Instr, m: Model) -> Cost:
     views = (*i.reads, *i.writes)
     size = max(v.size * v.dtype.itemsize for v in views)
@@ -144,9 +163,9 @@ def _dma(i: Instr, m: Model) -> Cost:
     count = -(-size // each)
     if i.op == "dma_transpose":
         efficiency = m.transpose_efficiency if start == "hbm" else m.transpose_efficiency_sbuf
-        ns = size / (DMA_BYTES_PER_NS * DMA_ENGINES * efficiency)
+        ns = size / (DMA_BYTES_PER_NS * m.dma_engines * efficiency)
     else:
-        ns = -(-count // DMA_ENGINES) * max(each / DMA_BYTES_PER_NS, m.descriptor_ns)
+        ns = max(count / m.dma_engines, 1) * descriptor_ns(each, m)
         ns *= m.compute_traffic if i.op == "dma_compute" else 1
     issue: tuple[str, float] | None = None
     mode = getattr(i.args.get("dge_mode"), "name", "unknown")

@@ -40,6 +40,7 @@ class NotModelled(NotImplementedError, AttributeError):
 # What is being traced or executed now, innermost last: the instruction's name, and its line when it executes.
 doing: list[tuple[str, Where | None]] = []
 
+
 class Unproven(UserWarning):
     """A kernel does what no document forbids and no one has shown to work (a rule that is recorded by default)."""
 
@@ -81,7 +82,7 @@ def checks(*, record: Sequence[str] = (), refuse: Sequence[str] = ()) -> Iterato
 
 
 def near(name: str, known: Iterable[str]) -> str:
-    """", did you mean ...?" for the known name most like this one, or nothing."""
+    """ ", did you mean ...?" for the known name most like this one, or nothing."""
     found = difflib.get_close_matches(name, list(known), 1, 0.7)
     return f", did you mean {found[0]!r}?" if found else ""
 

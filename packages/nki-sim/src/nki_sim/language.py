@@ -9,11 +9,11 @@ import numpy as np
 from nki_sim import dtypes, errors, limits
 from nki_sim.dtypes import NUMPY, DType, as_dtype
 from nki_sim.errors import need, unsupported
+from nki_sim.instruction import INSTRUCTIONS
 from nki_sim.isa.scalars import NkiScalar
 from nki_sim.memory import CAPACITY, check_address
 from nki_sim.ops import OPS
 from nki_sim.program import tracer
-from nki_sim.instruction import INSTRUCTIONS
 from nki_sim.tensor import DynamicSlice, MemoryRegion, NkiTensor, VirtualRegister
 
 sbuf, psum, hbm = MemoryRegion.sbuf, MemoryRegion.psum, MemoryRegion.private_hbm

@@ -16,7 +16,9 @@ FREE_DIMENSIONS = 4  # [A] an access pattern is the partition and at most four m
 PATTERN_DIMENSIONS = 1 + FREE_DIMENSIONS  # of an .ap() pattern
 REGISTERS = 64  # [A] of 32 bits, per engine
 LOOP_TRIPS = 2048  # of a device loop: field notes, where 4,096 stalled and 2,048 ran; no page says a number
-PSUM_ALIGN = 4  # bytes of a PSUM address: one float32, assumed (nl.tile_size.psum_min_align is named [A] without its value)
+PSUM_ALIGN = (
+    4  # bytes of a PSUM address: one float32, assumed (nl.tile_size.psum_min_align is named [A] without its value)
+)
 DMA_COMPUTE_SOURCES = 16  # [A]
 GHZ = {"tensor": 2.4, "vector": 0.96, "scalar": 1.2, "gpsimd": 1.2, "sync": 1.2}  # [A]; sync: as Scalar, assumed
 DMA_ENGINES = 16  # [D] per physical core

@@ -19,7 +19,9 @@ from nki_sim.tensor import MemoryRegion, NkiTensor, Storage, VirtualRegister
 COMPUTE = ("tensor", "vector", "scalar", "gpsimd")
 ORDERS = ("core0", "core1", "alternate")
 MEETINGS = ("core_barrier", "sendrecv")
-_LOOP_LIMIT = 10_000_000  # passes of a while_loop before it counts as endless, where more than LOOP_TRIPS are only recorded
+_LOOP_LIMIT = (
+    10_000_000  # passes of a while_loop before it counts as endless, where more than LOOP_TRIPS are only recorded
+)
 Array = np.ndarray
 
 
@@ -90,7 +92,9 @@ class Machine:
         self.inputs = {storage.key: data for storage, data in zip(cores[0].inputs, inputs, strict=True)}
         self.shadows: dict[tuple[int | str, int], tuple[Array, list[Any]]] = {}
         written = {v.storage.key for c in cores for i in c.instructions() for v in i.writes}
-        self.trips: list[deque[tuple[Where | None, int]]] = [deque() for _ in cores]  # loops the other core has not run yet
+        self.trips: list[deque[tuple[Where | None, int]]] = [
+            deque() for _ in cores
+        ]  # loops the other core has not run yet
         self.in_step = len(cores) > 1  # until a loop's passes differ
         self.contended = {k for k in written if k[0] == "shared"} if len(cores) > 1 else set()
 
@@ -327,6 +331,12 @@ class Machine:
                     self.observe.freed(storage)
 
     def _loop(self, core: int, loop: Loop, alternate: bool) -> Iterator[Instr]:
+        yield from self._passes(core, loop, alternate)
+        self.core = core
+        if self.observe:
+            self.observe.looped(core, loop)
+
+    def _passes(self, core: int, loop: Loop, alternate: bool) -> Iterator[Instr]:
         registers, counter = self.registers[core], loop.counter.number
         here = Instr("loop", "sync", {}, (), (), loop.where, None)
 
@@ -357,7 +367,11 @@ class Machine:
         """A loop's passes: at least one, not too many, and on both cores of a pair as many."""
         if n == 0 and (loop.condition is None or len(self.cores) > 1):
             found = f"a device loop runs no pass: {loop.lower} to {loop.upper}" if loop.condition is None else "no pass"
-            refuse("zero-trip", f"{found}. Make it run once, on work that changes nothing (out-of-range indices)", loop.where)
+            refuse(
+                "zero-trip",
+                f"{found}. Make it run once, on work that changes nothing (out-of-range indices)",
+                loop.where,
+            )
         if loop.condition is None and n > LOOP_TRIPS:
             _few_enough(loop, n)
         if not self.in_step:
@@ -367,7 +381,9 @@ class Machine:
             (where, mine), (other, theirs) = self.trips[core].popleft(), self.trips[1 - core].popleft()
             self.in_step = where == other and mine == theirs
             if not self.in_step:
-                found = f"core {core} runs the loop at {where} {mine} times, core {1 - core} that at {other} {theirs} times"
+                found = (
+                    f"core {core} runs the loop at {where} {mine} times, core {1 - core} that at {other} {theirs} times"
+                )
                 refuse("lnc-trips", f"{found}; {_SAME}", where)
 
     def _at(self, instr: Instr) -> None:

@@ -8,7 +8,15 @@ any packing needs, where tensors of up to 32 or 64 partitions take a quarter or 
 from typing import NamedTuple
 
 from nki_sim.errors import need, refuse
-from nki_sim.limits import PARTITIONS, PSUM_ALIGN, PSUM_BANK_BYTES, PSUM_BANKS, SBUF_BYTES, SBUF_RESERVED, start_partitions
+from nki_sim.limits import (
+    PARTITIONS,
+    PSUM_ALIGN,
+    PSUM_BANK_BYTES,
+    PSUM_BANKS,
+    SBUF_BYTES,
+    SBUF_RESERVED,
+    start_partitions,
+)
 from nki_sim.program import Block, CoreProgram, Loop
 from nki_sim.tensor import MemoryRegion, Storage
 

@@ -126,7 +126,7 @@ class Tracer:
         block.storages.append(storage)
         return whole(storage)
 
-    def register(self, kind: type[VirtualRegister] = VirtualRegister) -> VirtualRegister:
+    def register(self, kind: Any = VirtualRegister) -> Any:
         """A new register, or scalar, of the program."""
         self.registers += 1
         return kind(self.registers)
@@ -171,7 +171,9 @@ class Tracer:
     def loop(self, counter: type[VirtualRegister] = VirtualRegister, **bounds: Any) -> Iterator[Loop]:
         """Record what happens inside once, as a loop's body; its counter is a register, or of another kind."""
         if self.loops:
-            refuse("nested-dynamic-loop", f"this device loop is in the one at {self.loops[-1].where}; no page shows one")
+            refuse(
+                "nested-dynamic-loop", f"this device loop is in the one at {self.loops[-1].where}; no page shows one"
+            )
         loop = Loop(self.register(counter), Block(), kernel_line(), **bounds)
         bounding = (loop.counter, loop.lower, loop.upper, loop.condition)
         self.clock += 1

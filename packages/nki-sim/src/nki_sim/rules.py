@@ -25,7 +25,8 @@ RULES: dict[str, Rule] = {
         "[A] trainium_inferentia2_arch",
     ),
     "access-pattern": Rule(
-        "over four free dimensions on chip, or over five dimensions in an .ap() pattern", "[A] nki-aps: up to four-dimensional arrays"
+        "over four free dimensions on chip, or over five dimensions in an .ap() pattern",
+        "[A] nki-aps: up to four-dimensional arrays",
     ),
     "broadcast-write": Rule("a destination that repeats addresses", "[A]"),
     "alignment": Rule("a PSUM tensor whose address is no multiple of 4 bytes", "[A] nl.tile_size.psum_min_align"),
@@ -34,7 +35,8 @@ RULES: dict[str, Rule] = {
     "ap-on-view": Rule(".ap() on a slice", "[A] two pages that disagree"),
     "ap-partition-stride": Rule("an .ap() of an on-chip tensor with another partition stride", "[A] nki-aps"),
     "out-of-bounds": Rule(
-        "addresses outside a tensor, a partition, or the dimension that an index is for, unless DMA may skip them", "[A]"
+        "addresses outside a tensor, a partition, or the dimension that an index is for, unless DMA may skip them",
+        "[A]",
     ),
     # -- operands
     "buffer": Rule("an operand in a memory that the instruction does not reach", "[A]"),
@@ -84,9 +86,13 @@ RULES: dict[str, Rule] = {
     "uninitialized": Rule("reading what nothing wrote", "[A]"),
     "unwritten-output": Rule("returning what nothing wrote", "[A]"),
     "output": Rule("outputs outside shared HBM", "[A]"),
-    "no-output": Rule("a kernel that fills a shared HBM tensor of its own and returns nothing", "[A] nki.jit: outputs are returned"),
+    "no-output": Rule(
+        "a kernel that fills a shared HBM tensor of its own and returns nothing", "[A] nki.jit: outputs are returned"
+    ),
     # -- two cores
-    "race": Rule("two cores touching the same elements of shared HBM between meetings, one of them writing", "[A] core_barrier"),
+    "race": Rule(
+        "two cores touching the same elements of shared HBM between meetings, one of them writing", "[A] core_barrier"
+    ),
     "deadlock": Rule("cores that do not meet", "[A] core_barrier"),
     "interleaving": Rule("results that depend on which core is faster", "[A]"),
     "cores": Rule("two-core instructions on one core, or other core numbers", "[A]"),
@@ -102,14 +108,20 @@ RULES: dict[str, Rule] = {
     "registers": Rule("more than 64 registers live at once", "[A] register_alloc: 64 per engine sequencer"),
     "endless-loop": Rule("a while loop whose condition stays nonzero", "[S]"),
     "zero-trip": Rule(
-        "a device loop that runs no pass (a while loop on one core may)", "[F] such loops hung; [7] a while loop may skip its body"
+        "a device loop that runs no pass (a while loop on one core may)",
+        "[F] such loops hung; [7] a while loop may skip its body",
     ),
     "trip-count": Rule("a device loop of more than 2,048 passes", "[F] 4,096 stalled where 2,048 ran"),
     "loop-bound-rewritten": Rule(
-        "writing, in a loop's body, the register that bounds it", "[7] a compare-and-branch reads it; what a rewrite does is not said"
+        "writing, in a loop's body, the register that bounds it",
+        "[7] a compare-and-branch reads it; what a rewrite does is not said",
     ),
-    "loop-counter": Rule("writing a counted loop's own register", "[A] language guide: it is frozen; [M] 0.6: read-only"),
-    "nested-dynamic-loop": Rule("a device loop in another one", "[F] unproven; failed with carried state in NKI 0.4", recorded=True),
+    "loop-counter": Rule(
+        "writing a counted loop's own register", "[A] language guide: it is frozen; [M] 0.6: read-only"
+    ),
+    "nested-dynamic-loop": Rule(
+        "a device loop in another one", "[F] unproven; failed with carried state in NKI 0.4", recorded=True
+    ),
     "operand": Rule("something else than a register, a tensor or a number where one is asked for", "[A]"),
     "platform-target": Rule("jit(platform_target=)", "[M] 0.3: an error; NEURON_PLATFORM_TARGET_OVERRIDE says it"),
     "signature": Rule("keyword-only parameters and lists as arguments", "[A]"),

@@ -1,18 +1,19 @@
-"""When instructions run: in order on each engine, after what they depend on, with DMA latency and shared DMA bandwidth.
+"""When instructions run: nearly in order on each engine, after what they depend on, with DMA latency and shared DMA bandwidth.
 
 Dependencies are found on the addresses that tensors occupy, so one that reuses another's bytes waits for its last reader.
 Tensors without an address get one as they first appear, walking round the memory, which reuses what was freed longest ago;
 a tensor of a dynamic loop keeps its address, as the loop's code does.
 """
 
+import heapq
 from dataclasses import dataclass, field
 
 from nki_sim.cost import Cost, Model, cost
 from nki_sim.limits import PSUM_BANK_BYTES
 from nki_sim.machine import MEETINGS
 from nki_sim.memory import CAPACITY
-from nki_sim.program import Instr
-from nki_sim.tensor import MemoryRegion, NkiTensor, Storage
+from nki_sim.program import Instr, Loop
+from nki_sim.tensor import MemoryRegion, NkiTensor, Storage, VirtualRegister
 
 PAGE = 2048  # bytes of a partition whose accesses are kept together
 Key = tuple[int | str, int]
@@ -28,6 +29,8 @@ class Event:
     instr: Instr
     cost: Cost
     after: set[int] = field(default_factory=set)
+    weights: set[int] = field(default_factory=set)  # those of `after` that a matmul's stationary tile waits for
+    stationary: object = None  # which tile that is
     start: float = 0.0
     end: float = 0.0
 
@@ -47,7 +50,10 @@ class Recorder:
         self.numbers: dict[int, int] = {}  # id(instr) -> its latest event
         self.last: dict[Queue, set[int]] = {}  # the latest event of each queue
         self.registers: dict[tuple[int, int], int] = {}  # core and register -> the event that set it
-        self.records: dict[object, list[tuple[Box, int, bool]]] = {}
+        self.fence: dict[
+            int, int
+        ] = {}  # core -> the event of the loop that ended last, which all that follows waits for
+        self.records: dict[object, list[tuple[Box, list[int], bool]]] = {}
         self.addresses: dict[Key, int] = {}
         self.live: dict[tuple[int, MemoryRegion], dict[Key, tuple[int, int]]] = {}
         self.cursor: dict[tuple[int, MemoryRegion], int] = {}
@@ -58,22 +64,49 @@ class Recorder:
             self.costs[id(instr)] = cost(instr, self.model)
         number = len(self.events)
         event = Event(core, instr, self.costs[id(instr)])
+        if core in self.fence:
+            event.after.add(self.fence[core])
         event.after.update(self.numbers[id(p)] for p in instr.after if id(p) in self.numbers)
         meeting = instr.op in MEETINGS
         if meeting and core == 1:
             event.after.add(number - 1)  # the other core's half, which ran just before
         self.events.append(event)
         self.numbers[id(instr)] = number
-        for view in instr.reads:
+        for value in instr.args.values():
+            if isinstance(value, VirtualRegister):
+                self._wait_for_register(event, value)
+        if event.cost.weights_ns and instr.reads:
+            tile = instr.reads[0]
+            event.stationary = (tile.storage.key, located.get(id(tile), tile.offset), tile.shape, tile.strides)
+        for i, view in enumerate(instr.reads):
             self._access(event, number, view, located, meeting)
+            if i == 0 and event.stationary:
+                event.weights = set(event.after)
         for view in instr.writes:
             self._access(event, number, view, located, True)
         if meeting and core == 1:  # the first half waits for what this one waits for
             self.events[number - 1].after.update(event.after - {number - 1}, self.last.get(event.queue, ()))
             self.met = number
         self.last[event.queue] = {number}
-        if instr.op in ("register_load", "register_move"):
+        if isinstance(instr.args.get("dst"), VirtualRegister):
             self.registers[core, instr.args["dst"].number] = number
+
+    def looped(self, core: int, loop: Loop) -> None:
+        """A device loop ended: the engines synchronise, and what follows waits for what was before."""
+        sync = Instr("loop", "sync", {}, (), (), loop.where, None)
+        event = Event(core, sync, Cost(self.model.loop_ns))
+        number = len(self.events)
+        since = self.fence.get(core, -1)
+        if self.model.loop_drains:
+            event.after.update(n for n in range(since + 1, number) if self.events[n].core == core)
+        self.events.append(event)
+        self.last[event.queue] = {number}
+        if self.model.loop_drains:
+            self.fence[core] = number
+
+    def _wait_for_register(self, event: Event, register: VirtualRegister) -> None:
+        if (event.core, register.number) in self.registers:
+            event.after.add(self.registers[event.core, register.number])
 
     def freed(self, storage: Storage) -> None:
         """The machine dropped a tensor: its bytes may be reused."""
@@ -86,8 +119,8 @@ class Recorder:
             source = view.indirect_index.source
             if isinstance(source, NkiTensor):
                 self._access(event, number, source, located, False)
-            elif (event.core, source.number) in self.registers:
-                event.after.add(self.registers[event.core, source.number])
+            else:
+                self._wait_for_register(event, source)
         row, first = divmod(located.get(id(view), view.offset) * size, pitch)
         rows, last = 1, first + size
         for stride, n in zip(view.strides, view.shape, strict=True):
@@ -109,16 +142,19 @@ class Recorder:
 
     def _depend(self, event: Event, number: int, key: object, box: Box, write: bool) -> None:
         a, b, c, d = box
-        kept = [(box, number, write)]
+        mine = [number]
+        kept = [(box, mine, write)]
         for record in self.records.get(key, ()):
-            (e, f, g, h), other, wrote = record
-            there = self.events[other]
-            if e < b and a < f and g < d and c < h and (there.core == event.core or other <= self.met):
-                if (write or wrote) and other != number:
-                    event.after.add(other)
+            (e, f, g, h), others, wrote = record
+            there = self.events[others[-1]]
+            if e < b and a < f and g < d and c < h and (there.core == event.core or others[-1] <= self.met):
+                if (write or wrote) and others[-1] != number:
+                    event.after.update(n for n in others if n != number)
                 same_queue = not wrote and there.queue == event.queue
                 if (write or same_queue) and a <= e and f <= b and c <= g and h <= d:
-                    continue  # what comes later waits for this access instead
+                    if not write:  # what comes later waits for these readers too, which may start after this one
+                        mine[:0] = others[-self.model.reorder :]
+                    continue
             kept.append(record)
         self.records[key] = kept
 
@@ -145,32 +181,121 @@ class Recorder:
 
 
 def schedule(events: list[Event], model: Model) -> float:
-    """Set each event's start and end; the last end, in ns. Of the instructions at the head of their queues, the one that can
-    start first does."""
-    queues: dict[Queue, list[int]] = {}
-    for number in reversed(range(len(events))):
-        queues.setdefault(events[number].queue, []).append(number)
-    free: dict[Queue, float] = {}  # when an engine, a ring or (core, "dma"), the shared bandwidth, is free
-    done: dict[int, float] = {}
-    while queues:
-        ready: list[tuple[float, float, Queue]] = []
-        for queue, numbers in queues.items():
-            event = events[numbers[-1]]
-            if all(n in done for n in event.after):
-                waits = [free.get(queue, 0.0), *(done[n] for n in event.after)]
-                shared = free.get((event.core, event.instr.engine), 0.0)
-                ready.append((max(*waits, shared), max(waits), queue))  # DMA takes what has waited longest
-        start, _, queue = min(ready)  # never empty: dependencies point backwards
-        number = queues[queue].pop()
-        event = events[number]
-        if event.cost.issue and event.cost.issue[1]:  # who generates the descriptors does so while others move
-            engine, ns = (event.core, event.cost.issue[0]), event.cost.issue[1]
-            free[engine] = max(free.get(engine, 0.0), *(done[n] for n in event.after), 0.0) + ns
-            start = max(start, free[engine])
-        event.start, event.end = start, start + event.cost.ns
-        free[queue] = free[event.core, event.instr.engine] = event.end
-        event.end += model.dma_latency_ns if event.instr.engine == "dma" else 0.0
-        done[number] = event.end
-        if not queues[queue]:
-            del queues[queue]
-    return max(done.values(), default=0.0)
+    """Set each event's start and end.
+
+    Each queue takes, of its next `model.reorder` events, the first in program order that can start, or the one that can soonest; of
+    the queues, the one that can start first goes on.
+
+    Returns:
+        The last end, in ns.
+    """
+    plan = _Plan(events, model)
+    while plan.queues:
+        plan.step()
+    return max((e.end for e in events), default=0.0)
+
+
+class _Queue:
+    """Events that one engine or DMA ring starts one after another; `ready` and `waiting` hold those of its window that could."""
+
+    __slots__ = ("at", "free", "name", "numbers", "ready", "started", "waiting")
+
+    def __init__(self, name: Queue) -> None:
+        self.name, self.at, self.free = name, 0, 0.0
+        self.numbers: list[int] = []
+        self.ready: list[int] = []  # may start when the queue is free, by program order
+        self.waiting: list[tuple[float, int]] = []  # may start later
+        self.started: set[int] = set()  # positions past `at` that have gone ahead
+
+
+class _Plan:
+    """The state of a schedule: what has started, and what that lets start."""
+
+    def __init__(self, events: list[Event], model: Model) -> None:
+        self.events, self.model = events, model
+        self.blockers = [len(e.after) for e in events]
+        self.blocks: list[list[int]] = [[] for _ in events]
+        self.earliest = [0.0] * len(events)
+        self.shared: dict[Queue, float] = {}  # when (core, engine) is free: DMA rings share one bandwidth
+        self.previous: dict[Queue, Event] = {}  # the latest matmul of a core
+        self.queues: dict[Queue, _Queue] = {}
+        self.place = [0] * len(events)  # position of an event in its queue
+        for number, event in enumerate(events):
+            for n in event.after:
+                self.blocks[n].append(number)
+            queue = self.queues.setdefault(event.queue, _Queue(event.queue))
+            self.place[number] = len(queue.numbers)
+            queue.numbers.append(number)
+        for queue in self.queues.values():
+            for number in queue.numbers[: model.reorder]:
+                self._offer(queue, number)
+
+    def _offer(self, queue: _Queue, number: int) -> None:
+        """An event of the window whose producers have all started joins those that may start."""
+        if not self.blockers[number]:
+            if self.earliest[number] <= queue.free:
+                heapq.heappush(queue.ready, number)
+            else:
+                heapq.heappush(queue.waiting, (self.earliest[number], number))
+
+    def step(self) -> None:
+        """Start the event that can start first."""
+        best: tuple[float, float, Queue] | None = None
+        for queue in self.queues.values():
+            while queue.waiting and queue.waiting[0][0] <= queue.free:
+                heapq.heappush(queue.ready, heapq.heappop(queue.waiting)[1])
+            if queue.ready:
+                ready = self.earliest[queue.ready[0]]
+            elif queue.waiting:
+                ready = queue.waiting[0][0]
+            else:
+                continue
+            core, engine = queue.name[0], self.events[queue.numbers[0]].instr.engine
+            start = max(ready, queue.free, self.shared.get((core, engine), 0.0))
+            candidate = (start, max(ready, queue.free), queue.name)  # DMA takes what has waited longest
+            best = candidate if best is None or candidate < best else best
+        assert best is not None, "dependencies point backwards, so some event can always start"
+        queue = self.queues[best[2]]
+        number = heapq.heappop(queue.ready) if queue.ready else heapq.heappop(queue.waiting)[1]
+        self._start(queue, number, best[0])
+
+    def _start(self, queue: _Queue, number: int, start: float) -> None:
+        event = self.events[number]
+        core, cost = event.core, event.cost
+        if cost.issue and cost.issue[1]:  # who generates the descriptors does so while others move
+            engine = (core, cost.issue[0])
+            self.shared[engine] = max(self.shared.get(engine, 0.0), self.earliest[number]) + cost.issue[1]
+            start = max(start, self.shared[engine])
+        if cost.weights_ns:
+            start = max(start, self._weights(event))
+            self.previous[queue.name] = event
+        event.start, event.end = start, start + cost.ns
+        queue.free = self.shared[core, event.instr.engine] = event.end
+        event.end += self.model.dma_latency_ns if event.instr.engine == "dma" else 0.0
+        for n in self.blocks[number]:
+            self.earliest[n] = max(self.earliest[n], event.end)
+            self.blockers[n] -= 1
+            other = self.queues[self.events[n].queue]
+            if not self.blockers[n] and self.place[n] < other.at + self.model.reorder:
+                self._offer(other, n)
+        self._advance(queue, self.place[number])
+
+    def _weights(self, event: Event) -> float:
+        """When a matmul's stationary tile is loaded: from when it is there, and behind the matmul before."""
+        before = self.previous.get(event.queue)
+        if before and before.stationary == event.stationary:
+            return 0.0
+        there = max((self.events[n].end for n in event.weights), default=0.0)
+        return max(there, before.start if before else 0.0) + event.cost.weights_ns
+
+    def _advance(self, queue: _Queue, position: int) -> None:
+        """The window moves on as its oldest event has started."""
+        queue.started.add(position)
+        while queue.at in queue.started:
+            queue.started.remove(queue.at)
+            entering = queue.at + self.model.reorder
+            queue.at += 1
+            if entering < len(queue.numbers):
+                self._offer(queue, queue.numbers[entering])
+        if queue.at == len(queue.numbers):
+            del self.queues[queue.name]

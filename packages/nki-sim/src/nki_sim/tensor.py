@@ -66,7 +66,7 @@ class VirtualRegister:
     def __init__(self, number: int) -> None:
         self.number = number
 
-    def _no(self, *_: object) -> NoReturn:
+    def _no(self, *_: Any) -> Any:
         why = "device-value: a register's value is unknown while tracing: Python cannot branch on, convert or compute with it"
         raise TypeError(f"{why}. Use nl.fori_loop, a scalar_offset, or compute in SBUF and nisa.register_load")
 

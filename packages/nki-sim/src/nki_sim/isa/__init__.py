@@ -5,14 +5,21 @@ from typing import Any
 from nki_sim import errors
 from nki_sim.constants import dge_mode, dma_engine, engine, matmul_perf_mode, nc_version, oob_mode, reduce_cmd
 from nki_sim.errors import NkiError as NkiValidationError
+from nki_sim.instruction import INSTRUCTIONS
 from nki_sim.isa import control, dma, gpsimd, scalar, scalars, tensor, vector  # noqa: F401  (they declare INSTRUCTIONS)
 from nki_sim.isa.control import register_alloc
 from nki_sim.isa.scalars import NkiScalar, scalar_load
 from nki_sim.program import Instr as NkiInstruction
-from nki_sim.instruction import INSTRUCTIONS
 from nki_sim.tensor import VirtualRegister
 
-__all__ = ["NkiInstruction", "NkiScalar", "NkiValidationError", "VirtualRegister", "register_alloc", "scalar_load"]  # and INSTRUCTIONS
+__all__ = [
+    "NkiInstruction",
+    "NkiScalar",
+    "NkiValidationError",
+    "VirtualRegister",
+    "register_alloc",
+    "scalar_load",
+]  # and INSTRUCTIONS
 __all__ += ["dge_mode", "dma_engine", "engine", "matmul_perf_mode", "nc_version", "oob_mode", "reduce_cmd"]
 
 tensor_engine, vector_engine, scalar_engine = engine.tensor, engine.vector, engine.scalar

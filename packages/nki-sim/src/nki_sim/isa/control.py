@@ -8,9 +8,9 @@ from nki_sim import errors
 from nki_sim.constants import Engine, dma_engine
 from nki_sim.dtypes import INTS
 from nki_sim.errors import need
+from nki_sim.instruction import HBM, PSUM, REQUIRED, SBUF, Args, Compute, Tile, instruction
 from nki_sim.machine import Machine
 from nki_sim.program import tracer
-from nki_sim.instruction import HBM, PSUM, REQUIRED, SBUF, Args, Compute, Tile, instruction
 from nki_sim.tensor import MemoryRegion, VirtualRegister
 
 GPSIMD_DMA_BYTES = {4: 1024, 2: 512, 1: 256}  # per partition, by element size (NKI 0.6, sendrecv)

@@ -7,10 +7,10 @@ import numpy as np
 from nki_sim.constants import Engine, dge_mode, oob_mode
 from nki_sim.dtypes import f32
 from nki_sim.errors import need, refuse
+from nki_sim.instruction import HBM, REQUIRED, SBUF, Args, Compute, Tile, instruction
 from nki_sim.isa.vector import write_where
 from nki_sim.limits import DMA_COMPUTE_SOURCES
 from nki_sim.machine import Machine, Rows
-from nki_sim.instruction import HBM, REQUIRED, SBUF, Args, Compute, Tile, instruction
 from nki_sim.tensor import NkiTensor
 
 Array = np.ndarray

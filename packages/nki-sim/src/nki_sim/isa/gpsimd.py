@@ -4,10 +4,10 @@ import numpy as np
 
 from nki_sim.dtypes import f32
 from nki_sim.errors import need, refuse
+from nki_sim.instruction import REQUIRED, SBUF, Args, Compute, Tile, instruction
 from nki_sim.isa.vector import like, line, need_alu, need_ints, need_shape, write_where
 from nki_sim.machine import Machine
 from nki_sim.ops import OPS, alu
-from nki_sim.instruction import REQUIRED, SBUF, Args, Compute, Tile, instruction
 
 GROUP = 16  # SBUF partitions connected to one of the eight GpSimd cores
 Array = np.ndarray

@@ -5,9 +5,9 @@ import numpy as np
 from nki_sim.constants import reduce_cmd
 from nki_sim.dtypes import f32
 from nki_sim.errors import need
+from nki_sim.instruction import COLUMN, IN, OUT, OUT_COLUMN, REQUIRED, Args, Compute, instruction
 from nki_sim.isa.vector import ANY_COLUMN, like, operands, reducing
 from nki_sim.ops import OPS, Op, need_range
-from nki_sim.instruction import COLUMN, IN, OUT, OUT_COLUMN, REQUIRED, Args, Compute, instruction
 
 BIAS = ANY_COLUMN._replace(optional=True)
 SCALE = COLUMN._replace(default=1.0)

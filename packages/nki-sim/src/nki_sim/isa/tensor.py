@@ -5,10 +5,10 @@ import numpy as np
 from nki_sim.constants import Engine, matmul_perf_mode
 from nki_sim.dtypes import f32
 from nki_sim.errors import need, refuse
+from nki_sim.instruction import IN, OUT, PSUM, SBUF, Args, Compute, Tile, instruction
 from nki_sim.limits import MOVING_FREE, PARTITIONS, PSUM_BANK_BYTES, STATIONARY_FREE
 from nki_sim.machine import Machine
 from nki_sim.program import tracer
-from nki_sim.instruction import IN, OUT, PSUM, SBUF, Args, Compute, Tile, instruction
 from nki_sim.tensor import MemoryRegion, NkiTensor
 
 FP8 = ("float8_e4m3", "float8_e5m2")

@@ -11,10 +11,10 @@ from nki_sim import errors
 from nki_sim.constants import Engine, reduce_cmd
 from nki_sim.dtypes import FLOATS, INTS, NUMPY, cast, f32
 from nki_sim.errors import need
+from nki_sim.instruction import COLUMN, IN, OUT, OUT_COLUMN, REQUIRED, Args, Compute, Tile, instruction
 from nki_sim.limits import BN_STATS_FREE, PARTITIONS
 from nki_sim.machine import Machine
 from nki_sim.ops import OPS, TRN3_ONLY, UNLISTED, Op, alu
-from nki_sim.instruction import COLUMN, IN, OUT, OUT_COLUMN, REQUIRED, Args, Compute, Tile, instruction
 from nki_sim.tensor import MemoryRegion, NkiTensor
 
 Array = np.ndarray
@@ -116,7 +116,14 @@ def tensor_copy(a: Args) -> Compute:
 def memset(a: Args) -> Compute:
     """Fill with a constant of the tile's kind."""
     whole = a.dst.dtype not in INTS or isinstance(a.value, (int, np.integer))
-    need(whole, "memset-value", "dst is {} and the value {!r}; write {}", a.dst.dtype, a.value, int(a.value) if np.isfinite(a.value) else "an int")
+    need(
+        whole,
+        "memset-value",
+        "dst is {} and the value {!r}; write {}",
+        a.dst.dtype,
+        a.value,
+        int(a.value) if np.isfinite(a.value) else "an int",
+    )
     constant = cast(np.asarray(a.value), NUMPY[a.dst.dtype])
     return lambda: constant
 
