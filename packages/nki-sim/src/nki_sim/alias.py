@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import Any
 
@@ -10,6 +11,7 @@ from nki_sim.constants import dge_mode, dma_engine, engine, matmul_perf_mode, nc
 from nki_sim.dtypes import NUMPY, UNSUPPORTED, DType
 from nki_sim.errors import unsupported
 
+_TYPING = {"mutable_tensor": Any, "tensor": list}  # annotations only; list can be subscripted
 _replaced: dict[str, ModuleType | None] = {}
 _attributes: list[tuple[ModuleType, str]] = []  # names given to modules that live on
 
@@ -27,9 +29,11 @@ def install(compat: str | None = None) -> None:
     uninstall()
     top = _module("nki", jit=kernel.jit, simulate=kernel.simulate, language=language, isa=isa, __path__=[])
     modules: dict[str, ModuleType] = {"nki": top, "nki.language": language, "nki.isa": isa}
+    modules["nki.typing"] = _module("nki.typing", **_TYPING)
     if compat == "0.3":
         errors.compat = compat
         modules |= _of_03(top)
+    sys.meta_path.append(_old_names)
     for name, module in modules.items():
         _replaced[name] = sys.modules.get(name)
         sys.modules[name] = module
@@ -42,6 +46,8 @@ def install(compat: str | None = None) -> None:
 def uninstall() -> None:
     """Undo install()."""
     errors.compat = None
+    while _old_names in sys.meta_path:
+        sys.meta_path.remove(_old_names)
     while _attributes:
         delattr(*_attributes.pop())
     for name, module in _replaced.items():
@@ -49,6 +55,19 @@ def uninstall() -> None:
         if module is not None:
             sys.modules[name] = module
     _replaced.clear()
+
+
+class _OldNames(MetaPathFinder):
+    """Says of the namespace of NKI 0.1 which one it is, where nothing else can import it."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name.split(".")[0] == "neuronxcc":
+            found = f"{name} is the namespace of NKI 0.1 (Beta 1), whose kernels NKI 0.4 and later do not run"
+            move = "write `import nki, nki.isa as nisa, nki.language as nl`; instructions take their result as `dst`, the first argument"
+            raise ModuleNotFoundError(f"{found}. To move: {move} (AWS's NKI migration guide, 0.1.0 to 0.2.0)", name=name)
+
+
+_old_names = _OldNames()
 
 
 def _real_nki() -> bool:
@@ -63,16 +82,14 @@ def _real_nki() -> bool:
 
 def _of_03(top: ModuleType) -> dict[str, ModuleType]:
     enums = (dge_mode, dma_engine, engine, matmul_perf_mode, nc_version, oob_mode, reduce_cmd)
-    typing = {"mutable_tensor": Any, "tensor": list}  # annotations only; list can be subscripted
     top.cpu_simulate = kernel.jit  # type: ignore[attr-defined]  # cpu_simulate(kernel)[cores](...)
     content: dict[str, dict[str, Any]] = {
         "nki.isa.constants": {e.__name__: e for e in enums},
         "nki.dtype": {n: DType(n) for n in (*NUMPY, *UNSUPPORTED)} | {"bool_": DType("bool")},
-        "nki.typing": typing,
         "nki.collectives": {"__getattr__": _collective},
         "neuronxcc": {"__path__": []},
         "neuronxcc.nki": {"__path__": []},
-        "neuronxcc.nki.typing": typing,
+        "neuronxcc.nki.typing": _TYPING,
     }
     return {name: _module(name, **names) for name, names in content.items()}
 

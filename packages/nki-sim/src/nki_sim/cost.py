@@ -27,6 +27,7 @@ class Model:
     gpsimd_start: float = 150  # [C] "roughly 150"
     dynamic_cycles: float = 600  # [C] MIN_II_DYNAMIC: a run-time address in a compute instruction
     vector_modes: bool = True  # [A] 2x and 4x for bfloat16 and float16
+    two_sbuf_cycles: float = 2  # [C] an element of tensor_tensor and scalar_tensor_tensor, both operands in SBUF
     fp32_transpose: float = 2  # [A] half of float32's four passes
     dma_latency_ns: float = 1300  # [D] from semaphore to start
     dma_engines: float = DMA_ENGINES  # [D] of a core while the chip's other cores are busy
@@ -83,7 +84,7 @@ def _tensor_tensor(m: Model, i: Instr, n: float) -> float:
     in_sbuf = all(v.buffer is SBUF for v in i.reads)
     if in_sbuf and _all(i, *HALF):
         return n / 2 if m.vector_modes and i.engine == "vector" else n
-    return 2 * n if in_sbuf else n
+    return m.two_sbuf_cycles * n if in_sbuf else n
 
 
 def _gather(m: Model, i: Instr, n: float) -> float:
@@ -97,7 +98,7 @@ CYCLES: dict[str, Callable[[Model, Instr, float], float]] = {
     "tensor_scalar": _streamed,
     "tensor_tensor": _tensor_tensor,
     "tensor_reduce": lambda m, i, n: n / 2 if _all(i, "bfloat16") and (_ops(i, "add") or _ops(i, "maximum")) else n,
-    "scalar_tensor_tensor": lambda m, i, n: n if _all(i, "bfloat16") and _ops(i, "subtract", "multiply") else 2 * n,
+    "scalar_tensor_tensor": lambda m, i, n: n if _all(i, "bfloat16") and _ops(i, "subtract", "multiply") else m.two_sbuf_cycles * n,
     "tensor_copy_predicated": lambda m, i, n: n if any(v.buffer is PSUM for v in i.reads) else 2 * n,
     "memset": lambda m, i, n: n / 2 if _all(i, *HALF) and i.args["value"] == 0 else n,
     "reciprocal": lambda m, i, n: 8 * n,

@@ -113,6 +113,11 @@ def unsupported(name: str, why: str) -> NoReturn:
     raise NotModelled(f"{name}: {why} [{kernel_line()}]")
 
 
+def misused(message: str) -> TypeError:
+    """A TypeError that carries the kernel's line, to be raised."""
+    return TypeError(f"{message} [{kernel_line()}]")
+
+
 def kernel_line() -> Where | None:
     """The innermost line outside this package: where the kernel is."""
     frame = sys._getframe(1)

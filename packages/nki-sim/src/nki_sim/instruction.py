@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from nki_sim import errors
 from nki_sim.constants import Engine
-from nki_sim.errors import doing, kernel_line, need
+from nki_sim.errors import doing, kernel_line, misused, near, need
 from nki_sim.limits import FREE_DIMENSIONS, PARTITIONS, start_partitions
 from nki_sim.program import Instr, tracer
 from nki_sim.tensor import MemoryRegion, NkiTensor
@@ -72,11 +72,11 @@ def instruction(
             bound = defaults | dict(zip(names, args, strict=False)) | kwargs
             wrong = [n for n in bound if n not in parameters] or [n for n in names if n not in bound]
             if wrong or len(args) > len(names) or any(n in kwargs for n in names[: len(args)]):
-                raise TypeError(f"nisa.{title}({', '.join(names)}) got {len(args)} values and {list(kwargs)}: {wrong}")
+                raise misused(_misfit(title, names, args, kwargs, bound))
             for n, kind in enums.items():
                 if not isinstance(bound[n], kind):
                     if not errors.compat or not isinstance(bound[n], int):
-                        raise TypeError(f"nisa.{title}: {n} is a member of nisa.{kind.__name__}; got {bound[n]!r}")
+                        raise misused(f"nisa.{title}: {n} is a member of nisa.{kind.__name__}; got {bound[n]!r}")
                     bound[n] = kind(bound[n])  # NKI 0.3 took the numbers
             doing.append((title, None))
             try:
@@ -106,6 +106,20 @@ def instruction(
     return decorate
 
 
+def _misfit(title: str, names: list[str], args: Any, kwargs: dict[str, Any], bound: dict[str, Any]) -> str:
+    """What is wrong with a call's arguments: unknown, missing, twice or too many."""
+    call = f"nisa.{title}({', '.join(names)})"
+    for n in kwargs:
+        if n not in names:
+            return f"{call} has no argument {n!r}{near(n, names)}"
+    if len(args) > len(names):
+        return f"{call} takes {len(names)} arguments; got {len(args)}"
+    twice = [n for n in names[: len(args)] if n in kwargs]
+    if twice:
+        return f"{call} got {', '.join(twice)} twice, by place and by name"
+    return f"{call} lacks {', '.join(n for n in names if n not in bound)}"
+
+
 def _operands(a: Args, tiles: dict[str, Tile], engines: str) -> tuple[tuple[NkiTensor, ...], tuple[NkiTensor, ...]]:
     reads: list[NkiTensor] = []
     writes: list[NkiTensor] = []
@@ -121,7 +135,7 @@ def _operands(a: Args, tiles: dict[str, Tile], engines: str) -> tuple[tuple[NkiT
                     need(good, "shape", "{} {} must be ({}, 1): one a partition", name, view, a.dst.shape[0])
                 (writes if tile.write else reads).append(view)
             elif not (tile.scalar and (isinstance(view, (int, float)) or getattr(view, "shape", None) == ())):
-                raise TypeError(f"operand: nisa.{doing[-1][0]} needs a tensor for {name}; got {view!r}")
+                raise misused(f"operand: nisa.{doing[-1][0]} needs a tensor for {name}; got {view!r}")
     return tuple(reads), tuple(writes)
 
 

@@ -53,7 +53,10 @@ class Kernel:
         """Arguments by name; refused where NKI's front ends would."""
         signature = inspect.signature(self.function)
         only = [n for n, p in signature.parameters.items() if p.kind is p.KEYWORD_ONLY]
-        bound = signature.bind(*args, **kwargs)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.__name__}{signature}: {error} [{self.where}]") from None
         lists = [n for n, v in bound.arguments.items() if isinstance(v, list)]
         if (only or lists) and not errors.compat:
             found = f"NKI takes no keyword-only parameters {only} nor lists {lists} (use tuples)"

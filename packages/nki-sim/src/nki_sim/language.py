@@ -1,5 +1,6 @@
 """nki.language: tensors, memories, dtypes, operators, the grid and loops on the device."""
 
+import builtins
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +16,7 @@ from nki_sim.memory import CAPACITY, check_address
 from nki_sim.ops import OPS
 from nki_sim.program import tracer
 from nki_sim.tensor import DynamicSlice, MemoryRegion, NkiTensor, VirtualRegister
+from nki_sim.tiles import NAMES
 
 sbuf, psum, hbm = MemoryRegion.sbuf, MemoryRegion.psum, MemoryRegion.private_hbm
 private_hbm, shared_hbm = MemoryRegion.private_hbm, MemoryRegion.shared_hbm
@@ -22,6 +24,7 @@ ds = DynamicSlice
 affine_range = sequential_range = static_range = range
 globals().update(OPS)
 globals().update({name: DType(name) for name in (*dtypes.FLOATS, *dtypes.INTS, *dtypes.UNSUPPORTED)})
+globals().update(NAMES)
 bool_ = DType("bool")
 
 
@@ -54,7 +57,7 @@ def ndarray(shape: Any, dtype: Any, buffer: MemoryRegion = sbuf, name: str = "",
     what = f"nl.ndarray({sizes}, {dtype}, {getattr(buffer, 'value', buffer)})"
     if not isinstance(buffer, MemoryRegion):
         raise TypeError(f"{what}: the buffer is one of nl.sbuf, nl.psum, nl.hbm, nl.shared_hbm")
-    need(sizes and min(sizes) > 0, "shape", "{} is empty; every dimension is at least 1", what)
+    need(sizes and builtins.min(sizes) > 0, "shape", "{} is empty; every dimension is at least 1", what)
     need(not buffer.on_chip or len(sizes) > 1, "shape", "{}: on chip there is a free dimension as well", what)
     fits = not buffer.on_chip or sizes[0] <= limits.PARTITIONS
     need(fits, "partitions", "{}: {} partitions of {}; split dimension 0", what, sizes[0], limits.PARTITIONS)
@@ -76,6 +79,41 @@ def full(shape: Any, fill_value: float, dtype: Any, buffer: MemoryRegion = sbuf,
 def zeros(shape: Any, dtype: Any, buffer: MemoryRegion = sbuf, name: str = "") -> NkiTensor:
     """A new tensor of zeros."""
     return full(shape, 0, dtype, buffer, name)
+
+
+def ones(shape: Any, dtype: Any, buffer: MemoryRegion = sbuf, name: str = "") -> NkiTensor:
+    """A new tensor of ones."""
+    return full(shape, 1, dtype, buffer, name)
+
+
+def empty_like(x: NkiTensor, dtype: Any = None, buffer: MemoryRegion | None = None, name: str = "") -> NkiTensor:
+    """A new tensor of x's shape, nothing written in it."""
+    return ndarray(x.shape, dtype or x.dtype, buffer or x.buffer, name)
+
+
+def zeros_like(x: NkiTensor, dtype: Any = None, buffer: MemoryRegion | None = None, name: str = "") -> NkiTensor:
+    """A new tensor of zeros, of x's shape."""
+    return full(x.shape, 0, dtype or x.dtype, buffer or x.buffer, name)
+
+
+def is_sbuf(buffer: MemoryRegion) -> bool:
+    """Whether a memory is SBUF."""
+    return buffer is sbuf
+
+
+def is_psum(buffer: MemoryRegion) -> bool:
+    """Whether a memory is PSUM."""
+    return buffer is psum
+
+
+def is_hbm(buffer: MemoryRegion) -> bool:
+    """Whether a memory is HBM, private or shared."""
+    return not buffer.on_chip
+
+
+def is_on_chip(buffer: MemoryRegion) -> bool:
+    """Whether a memory is SBUF or PSUM."""
+    return buffer.on_chip
 
 
 def load(src: NkiTensor, dtype: Any = None) -> NkiTensor:
@@ -125,7 +163,7 @@ def program_ndim() -> int:
 
 def _bounds(lower: Any, upper: Any, step: Any) -> None:
     need(isinstance(step, int) and step > 0, "loop", "a step is a positive compile-time integer; got {!r}", step)
-    good = all(isinstance(b, (int, VirtualRegister)) for b in (lower, upper))
+    good = builtins.all(isinstance(b, (int, VirtualRegister)) for b in (lower, upper))
     need(good, "loop", "bounds are integers or registers (nisa.register_load); got {!r}, {!r}", lower, upper)
 
 
@@ -165,4 +203,5 @@ def dynamic_range(start: Any, stop: Any = None, step: int = 1) -> Iterator[Virtu
 def __getattr__(name: str) -> NoReturn:
     if name.startswith("__"):
         raise AttributeError(name)
-    unsupported(f"nl.{name}", "not modelled by nki-sim")
+    meant = errors.near(name, globals())
+    unsupported(f"nl.{name}", f"no name that nki-sim models{meant}")

@@ -95,6 +95,7 @@ class Machine:
         self.trips: list[deque[tuple[Where | None, int]]] = [
             deque() for _ in cores
         ]  # loops the other core has not run yet
+        self.met = 0  # how often the cores have met
         self.in_step = len(cores) > 1  # until a loop's passes differ
         self.contended = {k for k in written if k[0] == "shared"} if len(cores) > 1 else set()
 
@@ -158,11 +159,27 @@ class Machine:
         if part.all():
             return
         amount, at = holes(part, view), f"reads {view} of {view.storage}"
+        writer = self._written_later(view)
+        if writer:
+            found = f"core {self.core} {at}, which core {1 - self.core} writes ({writer.op} at {writer.where})"
+            refuse("race", f"{found}, with no core_barrier between: in this order it is not there yet")
+            return
         if cell.clobbered:
             by, where = cell.clobbered
             refuse("overlap", f"{at}: {amount} overwritten through {by} at {where}. Give them separate addresses")
         else:
             refuse("uninitialized", f"{at}: {amount} never written. Write it first, with nisa.memset or a DMA")
+
+    def _written_later(self, view: NkiTensor) -> Instr | None:
+        """The other core's write of a shared tensor that the cores do not meet before: it is still to come."""
+        if view.storage.key not in self.contended:
+            return None
+        met = 0
+        for instr in self.cores[1 - self.core].instructions():
+            met += instr.op in MEETINGS
+            if met == self.met and any(_overlap(v, view) for v in instr.writes):
+                return instr
+        return None
 
     def write(self, view: NkiTensor, values: Array, matmul: bool = False) -> None:
         """Store values, converted to the view's dtype."""
@@ -306,6 +323,7 @@ class Machine:
         if pairs[0][1].op == "sendrecv":
             for self.core, i in pairs:
                 sent[self.core] = self.read(i.args["src"]).copy()
+        self.met += 1
         for marks, log in self.shadows.values():
             marks.fill(0)
             log.clear()
@@ -409,6 +427,18 @@ class Machine:
 def _few_enough(loop: Loop, n: int) -> None:
     found = f"a device loop runs {n} passes or more; more than {LOOP_TRIPS} are not known to work"
     refuse("trip-count", f"{found}. Do more in a pass, or run several loops", loop.where)
+
+
+def _overlap(a: NkiTensor, b: NkiTensor) -> bool:
+    """Whether two views of a storage may share elements: where one moves at run time, they may."""
+    if a.storage.key != b.storage.key:
+        return False
+    if a.is_indirect() or b.is_indirect():
+        return True
+    (first, last), (low, high) = (
+        (v.offset * v.dtype.itemsize, (v.offset + v.extent() + 1) * v.dtype.itemsize) for v in (a, b)
+    )
+    return first < high and low < last
 
 
 def holes(part: Array, view: NkiTensor) -> str:

@@ -1,18 +1,21 @@
 """Operators that instructions take as `op`: ALU operators and the Scalar Engine's activation functions, in float32.
 
-nl.add and friends are values here, not functions on tiles: instructions say where their operands live.
+nl.add and friends are values that instructions take; called, they are functions on tiles.
 Sources: NKI 0.6, "Supported Math Operators" and "Supported Activation Functions" (nki.api.shared).
 """
 
 from collections.abc import Callable
 from math import pi, sqrt
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from nki_sim.errors import need, unsupported
+from nki_sim.errors import need
 
 Function = Callable[..., Any]
+
+
+FUNCTIONS: dict[str, Function] = {}  # tiles.py: what each operator does when it is called
 
 
 class Op(NamedTuple):
@@ -25,8 +28,9 @@ class Op(NamedTuple):
     bitvec: bool
     unary: bool
 
-    def __call__(self, *_: object, **__: object) -> NoReturn:
-        unsupported(f"nl.{self.name}(...)", "as a function on tiles; allocate the result and use a nisa instruction")
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function of this name on tiles (tiles.py)."""
+        return FUNCTIONS[self.name](*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"nl.{self.name}"

@@ -15,7 +15,7 @@ import numpy as np
 
 from nki_sim import errors
 from nki_sim.dtypes import INTS, DType, as_dtype
-from nki_sim.errors import Where, need
+from nki_sim.errors import Where, misused, need
 from nki_sim.limits import PATTERN_DIMENSIONS
 
 
@@ -68,7 +68,7 @@ class VirtualRegister:
 
     def _no(self, *_: Any) -> Any:
         why = "device-value: a register's value is unknown while tracing: Python cannot branch on, convert or compute with it"
-        raise TypeError(f"{why}. Use nl.fori_loop, a scalar_offset, or compute in SBUF and nisa.register_load")
+        raise misused(f"{why}. Use nl.fori_loop, a scalar_offset, or compute in SBUF and nisa.register_load")
 
     __bool__ = __int__ = __index__ = __float__ = __iter__ = __len__ = __neg__ = __truediv__ = __rtruediv__ = _no
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __floordiv__ = __mod__ = _no
@@ -167,14 +167,14 @@ class NkiTensor:
 
     def _no(self, *_: object) -> NoReturn:
         why = "device-value: a tensor's values are not known while tracing: Python cannot branch on, convert or compute with them"
-        raise TypeError(f"{why}. Use nisa's instructions, and range(tensor.shape[0]) to loop over slices")
+        raise misused(f"{why}. Use nisa's instructions, and range(tensor.shape[0]) to loop over slices")
 
     __hash__ = object.__hash__
     __iter__ = __int__ = __index__ = __float__ = __array__ = __lt__ = __le__ = __gt__ = __ge__ = _no
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = _no
 
     def __setitem__(self, key: object, value: object) -> None:
-        raise TypeError("assignment is no instruction; use nisa.dma_copy or nisa.tensor_copy with this slice as dst")
+        raise misused("assignment is no instruction; use nisa.dma_copy or nisa.tensor_copy with this slice as dst")
 
     # -- views --------------------------------------------------------------------------------------------------------
     def _with(self, shape: Any, strides: Any, offset: int | None = None, **new: Any) -> "NkiTensor":

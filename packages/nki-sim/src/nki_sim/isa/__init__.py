@@ -26,6 +26,8 @@ tensor_engine, vector_engine, scalar_engine = engine.tensor, engine.vector, engi
 gpsimd_engine, unknown_engine = engine.gpsimd, engine.unknown
 TRN3_ONLY = ("nc_matmul_mx", "quantize_mx", "activate2", "exponential", "rand2")
 
+UNMODELLED = ("tensor_scalar_cumulative", "rng", "dropout", "set_rng_seed", "rand_set_state", "rand_get_state", "sequence_bounds", "topk")
+
 
 def get_nc_version() -> nc_version:
     """The generation modelled: gen3 (Trn2)."""
@@ -42,5 +44,11 @@ def __getattr__(name: str) -> Any:
         return INSTRUCTIONS[name]
     if name.startswith("__"):
         raise AttributeError(name)
-    why = "target: needs NeuronCore-v4 (Trn3); trn2 is modelled" if name in TRN3_ONLY else "not modelled by nki-sim"
+    meant = errors.near(name, [*INSTRUCTIONS, *__all__])
+    if name in TRN3_ONLY:
+        why = "target: needs NeuronCore-v4 (Trn3); trn2 is modelled"
+    elif name in UNMODELLED:
+        why = "an instruction of NKI that nki-sim does not model"
+    else:
+        why = f"no instruction of NKI 0.7{meant}"
     errors.unsupported(f"nisa.{name}", why)
