@@ -304,19 +304,29 @@ def points() -> Iterator[Point]:
     batch = ((8, 4096, 64), (8, 64, 4096))
     yield Point("matmul", "bmm", "float32", 2036.3, partial(bmm, narrow=False), batch)
     yield Point("matmul", "bmm", "bfloat16", 1559.2, partial(bmm, narrow=True), batch)
-    turned, options = ((2048, 2048), (2048, 10944)), {"chunk": 456, "turned": True}
+    turned = ((2048, 2048), (2048, 10944))
     yield Point(
-        "matmul", "transpose_matmul", "float32, 8 tiles", 4727.4, partial(gemm, kind=F32, block=8, **options), turned
+        "matmul",
+        "transpose_matmul",
+        "float32, 8 tiles",
+        4727.4,
+        partial(gemm, kind=F32, block=8, chunk=456, turned=True),
+        turned,
     )
     yield Point(
-        "matmul", "transpose_matmul", "split, 8 tiles", 3869.9, partial(gemm, kind="split", block=8, **options), turned
+        "matmul",
+        "transpose_matmul",
+        "split, 8 tiles",
+        3869.9,
+        partial(gemm, kind="split", block=8, chunk=456, turned=True),
+        turned,
     )
     yield Point(
         "matmul",
         "transpose_matmul",
         "split, 16 tiles",
         3633.8,
-        partial(gemm, kind="split", block=16, **options),
+        partial(gemm, kind="split", block=16, chunk=456, turned=True),
         turned,
     )
     normed = ((2048, 1024), (1024, 2048))

@@ -16,6 +16,7 @@ from sim_harness import hbm, ps, randn, sb
 
 BF = {"dtype": "bfloat16"}
 M = Model()
+DOCUMENTED_MODEL = replace(M, two_sbuf_cycles=2)  # what calibration changed, as the pages had it
 
 
 def cycles(body, ghz, model=M):
@@ -63,7 +64,7 @@ DOCUMENTED = [  # aws-neuron-sdk 1db4d74, "Estimated instruction cost", and the 
 
 @pytest.mark.parametrize(("ghz", "want", "body"), DOCUMENTED)
 def test_instruction_costs_are_the_documented_formulas(ghz, want, body):
-    assert cycles(body, ghz) == pytest.approx(want)
+    assert cycles(body, ghz, DOCUMENTED_MODEL) == pytest.approx(want)
 
 
 def test_every_assumption_is_a_knob():
@@ -306,7 +307,7 @@ def test_a_stationary_tile_is_loaded_behind_the_matmul_before_it():
 
 def test_a_core_alone_on_its_chip_streams_faster_than_one_of_eight():
     r = nki_sim.report(pipeline, randn(512, 4096))
-    assert 1.5 < r.scheduled_ns / r.lone_ns < 800 / 368 and r.to_dict()["lone_ns"] == r.lone_ns
+    assert 1.02 < r.scheduled_ns / r.lone_ns < 400 / 368 and r.to_dict()["lone_ns"] == r.lone_ns
     assert "on a loaded chip" in str(r) and "on a core alone" in str(r)
 
 

@@ -11,5 +11,35 @@ from nki_sim.errors import NkiError, checks
 from nki_sim.kernel import Kernel, Program, Run, Spec, jit, run, simulate, trace
 from nki_sim.reporting import Report, report
 
-__all__ = ["Kernel", "Model", "NkiError", "Program", "Report", "Run", "Spec", "checks", "install", "isa"]
-__all__ += ["jit", "language", "report", "run", "simulate", "trace", "uninstall"]
+__all__ = [
+    "Kernel",
+    "Model",
+    "NkiError",
+    "Program",
+    "Report",
+    "Run",
+    "Spec",
+    "__version__",
+    "checks",
+    "install",
+    "isa",
+    "jit",
+    "language",
+    "report",
+    "run",
+    "simulate",
+    "trace",
+    "uninstall",
+]
+
+
+def __getattr__(name: str) -> str:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("nki-sim")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

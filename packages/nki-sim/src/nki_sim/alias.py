@@ -64,7 +64,9 @@ class _OldNames(MetaPathFinder):
         if name.split(".")[0] == "neuronxcc":
             found = f"{name} is the namespace of NKI 0.1 (Beta 1), whose kernels NKI 0.4 and later do not run"
             move = "write `import nki, nki.isa as nisa, nki.language as nl`; instructions take their result as `dst`, the first argument"
-            raise ModuleNotFoundError(f"{found}. To move: {move} (AWS's NKI migration guide, 0.1.0 to 0.2.0)", name=name)
+            raise ModuleNotFoundError(
+                f"{found}. To move: {move} (AWS's NKI migration guide, 0.1.0 to 0.2.0)", name=name
+            )
 
 
 _old_names = _OldNames()

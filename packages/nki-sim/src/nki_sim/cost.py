@@ -27,11 +27,13 @@ class Model:
     gpsimd_start: float = 150  # [C] "roughly 150"
     dynamic_cycles: float = 600  # [C] MIN_II_DYNAMIC: a run-time address in a compute instruction
     vector_modes: bool = True  # [A] 2x and 4x for bfloat16 and float16
-    two_sbuf_cycles: float = 2  # [C] an element of tensor_tensor and scalar_tensor_tensor, both operands in SBUF
+    # fitted: cycles of an element of tensor_tensor and scalar_tensor_tensor, both operands in SBUF; [C], of Trn1's time, says 2
+    two_sbuf_cycles: float = 1.3
     fp32_transpose: float = 2  # [A] half of float32's four passes
     dma_latency_ns: float = 1300  # [D] from semaphore to start
     dma_engines: float = DMA_ENGINES  # [D] of a core while the chip's other cores are busy
-    lone_dma_engines: float = 800 / DMA_BYTES_PER_NS  # field notes: a core alone on its chip streams 780 to 820 GB/s
+    # fitted: 400 GB/s of a core alone on its chip. Published 780 to 820 GB/s of "one core" are of a pair (sim_calibration.py)
+    lone_dma_engines: float = 400 / DMA_BYTES_PER_NS
     descriptor_ns: float = 60  # overhead of a descriptor; with `descriptor_power`, the curve of [D]'s four ranges
     descriptor_power: float = 2  # ns of a descriptor: (overhead^p + (bytes / rate)^p)^(1/p)
     hwdge_ns: float = 600  # [A] issue of one hardware-generated DMA, on the Sync Engine unless told otherwise
@@ -98,7 +100,9 @@ CYCLES: dict[str, Callable[[Model, Instr, float], float]] = {
     "tensor_scalar": _streamed,
     "tensor_tensor": _tensor_tensor,
     "tensor_reduce": lambda m, i, n: n / 2 if _all(i, "bfloat16") and (_ops(i, "add") or _ops(i, "maximum")) else n,
-    "scalar_tensor_tensor": lambda m, i, n: n if _all(i, "bfloat16") and _ops(i, "subtract", "multiply") else m.two_sbuf_cycles * n,
+    "scalar_tensor_tensor": lambda m, i, n: (
+        n if _all(i, "bfloat16") and _ops(i, "subtract", "multiply") else m.two_sbuf_cycles * n
+    ),
     "tensor_copy_predicated": lambda m, i, n: n if any(v.buffer is PSUM for v in i.reads) else 2 * n,
     "memset": lambda m, i, n: n / 2 if _all(i, *HALF) and i.args["value"] == 0 else n,
     "reciprocal": lambda m, i, n: 8 * n,

@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 
-from nki_sim.errors import unsupported
+from nki_sim.errors import kernel_line, unsupported
 
 
 class DType(str):
@@ -35,7 +35,7 @@ def as_dtype(value: object) -> DType:
     if name in UNSUPPORTED:
         unsupported(name, "this dtype is not modelled (Trn3's MX formats and tfloat32 are out of scope)")
     if name not in NUMPY:
-        raise ValueError(f"dtype {value!r} is not an NKI dtype; use one of {', '.join(NUMPY)}")
+        raise ValueError(f"dtype {value!r} is not an NKI dtype; use one of {', '.join(NUMPY)} [{kernel_line()}]")
     return DType(name)
 
 

@@ -83,7 +83,7 @@ def checks(*, record: Sequence[str] = (), refuse: Sequence[str] = ()) -> Iterato
 
 def near(name: str, known: Iterable[str]) -> str:
     """ ", did you mean ...?" for the known name most like this one, or nothing."""
-    found = difflib.get_close_matches(name, list(known), 1, 0.7)
+    found = difflib.get_close_matches(name, list(known), 1, 0.6)
     return f", did you mean {found[0]!r}?" if found else ""
 
 

@@ -96,7 +96,7 @@ def instruction(
             finally:
                 doing.pop()
 
-        call.__name__, call.__doc__, call.body = title, body.__doc__, body  # type: ignore[attr-defined]
+        call.__name__, call.__doc__, call.body, call.tiles = title, body.__doc__, body, tiles  # type: ignore[attr-defined]
         kind = Parameter.POSITIONAL_OR_KEYWORD
         call.__signature__ = Signature([Parameter(n, kind, default=defaults.get(n, Parameter.empty)) for n in names])  # type: ignore[attr-defined]
         if not hidden:
@@ -140,7 +140,9 @@ def _operands(a: Args, tiles: dict[str, Tile], engines: str) -> tuple[tuple[NkiT
 
 
 def _check(name: str, view: NkiTensor, tile: Tile, engines: str) -> None:
-    need(view.buffer in tile.buffers, "buffer", "{} {} must be in {}", name, view, [b.value for b in tile.buffers])
+    need(
+        view.buffer in tile.buffers, "buffer", "{} {} must be in {}", name, view, sorted(b.value for b in tile.buffers)
+    )
     need(tile.dtypes is None or view.dtype in tile.dtypes, "dtype", "{} {} must be of {}", name, view, tile.dtypes)
     once = not tile.write or all(s or n == 1 for s, n in zip(view.strides, view.shape, strict=True))
     need(once, "broadcast-write", "{} repeats addresses (stride 0): {}", name, view.get_pattern())

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from nki_sim.bands import BANDS, kind_of
 from nki_sim.cost import Model, cost
 from nki_sim.kernel import Program, specialise
 from nki_sim.memory import CAPACITY, Usage
@@ -64,6 +65,18 @@ class Report:
         return schedule(events, alone)
 
     @property
+    def kind(self) -> str:
+        """The class whose error band holds for the totals: matmul, stream or small."""
+        core = max(self.cores, key=lambda c: max(c.busy_ns.values()))
+        return kind_of(core.busy_ns, core.dma_bytes.total(), core.descriptors.total())
+
+    @property
+    def error(self) -> str:
+        """The error band of the totals, in words."""
+        loops = " Device loops are in no published timing." if any(c.instructions["loop"] for c in self.cores) else ""
+        return f"{self.kind}: {BANDS[self.kind]}.{loops}"
+
+    @property
     def ideal_ns(self) -> float:
         """Everything overlaps: the busiest engine, or the DMA."""
         return max(max(core.busy_ns.values()) for core in self.cores)
@@ -82,14 +95,16 @@ class Report:
         """Plain numbers, for JSON."""
         times = {"ideal_ns": self.ideal_ns, "serial_ns": self.serial_ns, "scheduled_ns": self.scheduled_ns}
         times["lone_ns"] = self.lone_ns
+        band = {"class": self.kind, **BANDS[self.kind]._asdict()}
         rest = {"useful_pe": self.useful_pe, "memory": self.usage._asdict(), "cores": [vars(c) for c in self.cores]}
-        return {"modelled": True, "hash": self.program.hash, **times, **rest}
+        return {"modelled": True, "hash": self.program.hash, **times, "error": band, **rest}
 
     def __str__(self) -> str:
         times = f"ideal {self.ideal_ns / 1e3:.2f}, scheduled {self.scheduled_ns / 1e3:.2f}, serial {self.serial_ns / 1e3:.2f} us"
         times += f" on a loaded chip; scheduled {self.lone_ns / 1e3:.2f} us on a core alone"
         of = "; ".join(f"{r.value} {u} of {c} B" for (r, c), u in zip(CAPACITY.items(), self.usage, strict=True))
         lines = [f"{self.program.kernel.__name__}, modelled (never measured), program {self.program.hash[:12]}"]
+        lines.append(f"  {self.error}")
         lines.append(f"  {times}; useful PE / scheduled {self.useful_pe:.1%}; per partition {of}")
         for number, core in enumerate(self.cores):
             for title, parts, show in (

@@ -16,7 +16,17 @@ from nki_sim.ops import FUNCTIONS, OPS, Op
 from nki_sim.program import tracer
 from nki_sim.tensor import MemoryRegion, NkiTensor
 
-COMPARISONS = ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal", "logical_and", "logical_or", "logical_xor")
+COMPARISONS = (
+    "equal",
+    "not_equal",
+    "less",
+    "less_equal",
+    "greater",
+    "greater_equal",
+    "logical_and",
+    "logical_or",
+    "logical_xor",
+)
 ACTIVATIONS = [n for n, op in OPS.items() if op.activation and n not in ("copy", "sin", "reciprocal")]
 BINARY = [n for n, op in OPS.items() if op.alu and not op.unary and n not in ("divide", "mod", "fmod")]
 
@@ -63,7 +73,9 @@ def binary(op: Op) -> Callable[..., NkiTensor]:
         isa("tensor_tensor", result, tile, other, op)
         return result
 
-    return _named(function, op.name, f"x {op.name} y, element by element; tiles broadcast, and one of them may be a number.")
+    return _named(
+        function, op.name, f"x {op.name} y, element by element; tiles broadcast, and one of them may be a number."
+    )
 
 
 def _common(x: NkiTensor, y: NkiTensor, name: str) -> tuple[int, ...]:
@@ -144,7 +156,9 @@ def ceil(x: Any, dtype: Any = None) -> NkiTensor:
 
 def trunc(x: Any, dtype: Any = None) -> NkiTensor:
     """x without its fraction, for |x| < 2**31."""
-    return FUNCTIONS["multiply"](FUNCTIONS["sign"](x, "float32"), floor(FUNCTIONS["abs"](x, "float32")), dtype or x.dtype)
+    return FUNCTIONS["multiply"](
+        FUNCTIONS["sign"](x, "float32"), floor(FUNCTIONS["abs"](x, "float32")), dtype or x.dtype
+    )
 
 
 def sin(x: Any, dtype: Any = None) -> NkiTensor:
@@ -183,7 +197,9 @@ def reduction(name: str, op: str) -> Callable[..., NkiTensor]:
     return _named(function, name, f"The {name} over the last free axes: one, or several that end with the last.")
 
 
-sum_, max_, min_, prod_ = (reduction(n, o) for n, o in (("sum", "add"), ("max", "maximum"), ("min", "minimum"), ("prod", "multiply")))
+sum_, max_, min_, prod_ = (
+    reduction(n, o) for n, o in (("sum", "add"), ("max", "maximum"), ("min", "minimum"), ("prod", "multiply"))
+)
 
 
 def mean(x: Any, axis: Any, dtype: Any = None, keepdims: bool = False) -> NkiTensor:
@@ -210,10 +226,14 @@ def softmax(x: Any, axis: Any = -1, dtype: Any = None) -> NkiTensor:
     return divide(grown, sum_(grown, axis, "float32", True), dtype or x.dtype)
 
 
-def rms_norm(x: Any, w: Any, axis: Any, n: int, epsilon: float = 1e-6, dtype: Any = None, compute_dtype: Any = None) -> NkiTensor:
+def rms_norm(
+    x: Any, w: Any, axis: Any, n: int, epsilon: float = 1e-6, dtype: Any = None, compute_dtype: Any = None
+) -> NkiTensor:
     """x w / sqrt(sum(x^2) / n + epsilon), summed along the last free axes."""
     squares = FUNCTIONS["multiply"](sum_(FUNCTIONS["square"](x, "float32"), axis, "float32", True), 1 / n)
-    scaled = FUNCTIONS["multiply"](x, FUNCTIONS["rsqrt"](FUNCTIONS["add"](squares, epsilon)), compute_dtype or "float32")
+    scaled = FUNCTIONS["multiply"](
+        x, FUNCTIONS["rsqrt"](FUNCTIONS["add"](squares, epsilon)), compute_dtype or "float32"
+    )
     return FUNCTIONS["multiply"](scaled, w, dtype or x.dtype)
 
 
@@ -228,13 +248,24 @@ def where(condition: Any, x: Any, y: Any, dtype: Any = None) -> NkiTensor:
     else:
         isa("memset", result, y)
     chosen = x if not isinstance(x, NkiTensor) or x.dtype == kind else copy(x, kind)
-    isa("tensor_copy_predicated", result, broadcast_to(chosen, condition.shape) if isinstance(chosen, NkiTensor) else chosen, condition)
+    isa(
+        "tensor_copy_predicated",
+        result,
+        broadcast_to(chosen, condition.shape) if isinstance(chosen, NkiTensor) else chosen,
+        condition,
+    )
     return result
 
 
 def broadcast_to(x: Any, shape: Sequence[int], dtype: Any = None) -> NkiTensor:
     """A view of x whose dimensions of size 1 repeat; a copy where the dtype differs."""
-    need(_tile(x, "broadcast_to").ndim == len(shape), "shape", "nl.broadcast_to: {} has another rank than {}", x, tuple(shape))
+    need(
+        _tile(x, "broadcast_to").ndim == len(shape),
+        "shape",
+        "nl.broadcast_to: {} has another rank than {}",
+        x,
+        tuple(shape),
+    )
     if x.shape[0] == 1 != shape[0]:
         x = _over_partitions(x, shape[0])
     for dim, n in enumerate(shape):

@@ -26,7 +26,16 @@ tensor_engine, vector_engine, scalar_engine = engine.tensor, engine.vector, engi
 gpsimd_engine, unknown_engine = engine.gpsimd, engine.unknown
 TRN3_ONLY = ("nc_matmul_mx", "quantize_mx", "activate2", "exponential", "rand2")
 
-UNMODELLED = ("tensor_scalar_cumulative", "rng", "dropout", "set_rng_seed", "rand_set_state", "rand_get_state", "sequence_bounds", "topk")
+UNMODELLED = (
+    "tensor_scalar_cumulative",
+    "rng",
+    "dropout",
+    "set_rng_seed",
+    "rand_set_state",
+    "rand_get_state",
+    "sequence_bounds",
+    "topk",
+)
 
 
 def get_nc_version() -> nc_version:
@@ -37,6 +46,10 @@ def get_nc_version() -> nc_version:
 def get_nc_sub_version() -> int:
     """The first silicon revision."""
     return 0
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *INSTRUCTIONS})
 
 
 def __getattr__(name: str) -> Any:

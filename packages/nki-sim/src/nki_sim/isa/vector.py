@@ -178,6 +178,8 @@ def tensor_scalar(a: Args) -> tuple[Compute, str]:
     pairs = ((a.op0, a.operand0), (a.op1, a.operand1))
     odd = [(op, v) for op, v in pairs if op and op.unary and (isinstance(v, NkiTensor) or v)]
     need(not odd or errors.compat, "op", "of a unary operator the operand is None or 0; got {}", odd)
+    lacks = [op for op, v in pairs if op and not op.unary and v is None]
+    need(not lacks, "op", "{} takes an operand, and there is none", lacks)
     pair = (a.op0.name, a.op1.name if a.op1 else None)
     need(not a.op0.bitvec or a.engine in (Engine.unknown, Engine.vector), "engine", "bitwise operators run on Vector")
     scalar = a.engine is not Engine.scalar or pair in SCALAR_ENGINE_PAIRS
