@@ -1,13 +1,14 @@
-"""nki-sim's modelled times against published timings on Trainium2: the error of each class, fitted on half of the operators.
+"""nki-sim's modelled times against published timings on Trainium2: errors by class, fitted on half of the operators.
 
     uv run python benchmarks/sim_calibration.py              # the table, with the model as it is
     uv run python benchmarks/sim_calibration.py --fit        # search the free figures on the fitted half first
     uv run python benchmarks/sim_calibration.py --figure docs/sim-calibration.png
 
-Timings and shapes: Jerry2423/kda-for-trainium 90770f2 (NKIBench's operators, p50) and awslabs/nki-autotune d57bcc3 (MFU of a 2048^3
-bfloat16 matmul). Kernels here are written anew, from the shapes, tile widths and operations that those pages name. kda's "single core" runs
-bfloat16 at 145 TFLOP/s where a NeuronCore-v3 has 79, so it is taken for a pair that shares the work: half of it is modelled on one
-core of an otherwise idle chip. Arithmetic is left out; programs, costs and schedules are nki-sim's.
+Timings and shapes: Jerry2423/kda-for-trainium 90770f2 (NKIBench's operators, p50) and awslabs/nki-autotune d57bcc3
+(MFU of a 2048^3 bfloat16 matmul). Kernels here are written anew, from the shapes, tile widths and operations that those
+pages name. kda's "single core" runs bfloat16 at 145 TFLOP/s where a NeuronCore-v3 has 79, so it is taken for a pair that
+shares the work: half of it is modelled on one core of an otherwise idle chip. Arithmetic is left out; programs, costs
+and schedules are nki-sim's.
 """
 
 import argparse
@@ -38,7 +39,7 @@ def psum(*shape: int, dtype: str = F32) -> Any:
     return nl.ndarray(shape, dtype, buffer=nl.psum)
 
 
-# -- kernels: one core's half of each operator --------------------------------------------------------------------------------------
+# -- kernels: one core's half of each operator ------------------------------------------------------------
 
 
 def silu(x: Any, width: int, in_place: bool = False) -> Any:
@@ -94,7 +95,7 @@ def rope_halves(x: Any, cos: Any, sin: Any, width: int) -> Any:
 
 
 def rope_packed(x: Any, cos: Any, sin: Any, swap: Any, width: int, by_tensor_engine: bool) -> Any:
-    """Both halves on 128 partitions: cos and sin spread by the Scalar Engine, the halves swapped by it or by the Tensor Engine."""
+    """Both halves on 128 partitions: the Scalar Engine spreads cos and sin; it or the Tensor Engine swaps them."""
     out = nl.ndarray(x.shape, x.dtype, buffer=nl.shared_hbm)
     swap_sb = sbuf(P, P)
     nisa.dma_copy(swap_sb, swap)
@@ -140,7 +141,8 @@ def products(out: Any, left: tuple[Any, ...], right: tuple[Any, ...], first: boo
 def gemm(x: Any, w: Any, kind: str, block: int, chunk: int = BANK, turned: bool = False, norm: bool = False) -> Any:
     """x (M, K) w (K, N), or with `turned` x (K, M): `block` tiles of 128 rows share each piece of w.
 
-    `kind`: float32, bfloat16 (one product), or split (three bfloat16 products). `norm`: a row's squares are summed and its result scaled.
+    `kind`: float32, bfloat16 (one product), or split (three bfloat16 products). `norm`: a row's squares are summed and
+    its result is scaled.
     """
     (M, K), N = (x.shape[::-1] if turned else x.shape), w.shape[1]
     out, steps = nl.ndarray((M, N), F32, buffer=nl.shared_hbm), K // P
@@ -229,7 +231,7 @@ def bmm(x: Any, w: Any, narrow: bool) -> Any:
     return out
 
 
-# -- the points ------------------------------------------------------------------------------------------------------------------------
+# -- the points ------------------------------------------------------------
 
 
 @dataclass
@@ -412,7 +414,8 @@ def table(found: list[Point]) -> str:
     for p in found:
         half = "" if p.operator in FITTED else " *"
         lines.append(
-            f"| {p.kind} | {p.operator}{half} | {p.name} | {p.measured:.1f} | {p.modelled:.1f} | {p.modelled / p.measured:.2f} |"
+            f"| {p.kind} | {p.operator}{half} | {p.name} "
+            f"| {p.measured:.1f} | {p.modelled:.1f} | {p.modelled / p.measured:.2f} |"
         )
     return "\n".join(lines)
 

@@ -16,7 +16,6 @@ from nki_sim.ops import Op
 
 STUB = Path(nisa.__file__).with_suffix(".pyi")
 HEAD = """# fmt: off
-# ruff: noqa: E501
 # Written by tests/nki_sim/isa/test_init.py from what the instructions declare.
 from typing import Any
 

@@ -1,5 +1,4 @@
 # fmt: off
-# ruff: noqa: E501
 # Written by tests/nki_sim/isa/test_init.py from what the instructions declare.
 from typing import Any
 
@@ -88,7 +87,7 @@ def nc_n_gather(dst: NkiTensor, data: NkiTensor, indices: NkiTensor, name: str |
     """dst[p, i] = data[p, indices[p, i]], free dimensions flattened."""
 
 def nc_stream_shuffle(dst: NkiTensor, src: NkiTensor, shuffle_mask: Any, name: str | None = ...) -> NkiInstruction:
-    """Within each 32 partitions, dst partition i takes src partition mask[i]; 255 leaves it as it is."""
+    """Shuffle within each 32 partitions: dst partition i takes src partition mask[i]; 255 leaves it as it is."""
 
 def nc_transpose(dst: NkiTensor, data: NkiTensor, engine: engine = ..., name: str | None = ...) -> NkiInstruction:
     """dst[F, P] = data[P, F].T: to 128 x 128 from SBUF to PSUM on the Tensor Engine, to 32 x 32 on the Vector Engine."""
