@@ -6,7 +6,7 @@
 
 Timings and shapes: Jerry2423/kda-for-trainium 90770f2 (NKIBench's operators, p50) and awslabs/nki-autotune d57bcc3
 (MFU of a 2048^3 bfloat16 matmul). Kernels here are written anew, from the shapes, tile widths and operations that those
-pages name. kda's "single core" runs bfloat16 at 145 TFLOP/s where a NeuronCore-v3 has 79, so it is taken for a pair that
+pages name. kda's "single core" runs bfloat16 at 145 TFLOP/s where one core has 79, so it is taken for a pair that
 shares the work: half of it is modelled on one core of an otherwise idle chip. Arithmetic is left out; programs, costs
 and schedules are nki-sim's.
 """

@@ -8,7 +8,7 @@ import pytest
 from nki_sim.rules import RULES
 
 PAGE = Path(__file__).parents[2] / "docs" / "nki-sim.md"
-NAMED = re.compile(r'(?:refuse\(|need\([^"]*?,\s*)\s*"([a-z][a-z-]+)",')
+NAMED = re.compile(r'(?:refuse\(|need\((?:[^",()]|\([^()"]*\))*,\s*)\s*"([a-z][a-z-]+)",')
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 __all__ = ["UNCURED", "run"]
 
-# Rules of nki-sim that the expert kernels break until they are rewritten: loops that differ between the cores or run no pass, one
-# register that bounds several loops, DMA transposes at run-time addresses.
+# Rules of nki-sim that the expert kernels break until they are rewritten: loops that differ between the cores or run no
+# pass, one register that bounds several loops, DMA transposes at run-time addresses.
 UNCURED = ("lnc-trips", "zero-trip", "loop-bound-rewritten", "dynamic-dma-transpose")
 
 _programs: dict[Any, Any] = {}
