@@ -5,7 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
-from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from titan_recipes.data.tokenizer import TrainingTokenizer
 
 FOLDER = Path(__file__).parents[2] / "recipes" / "debug_tokenizer"
 
@@ -30,12 +30,25 @@ TEMPLATE = """\
 """
 
 
-def tokenizer(folder: Path, template: str | None = TEMPLATE) -> HuggingFaceTokenizer:
-    """Make one in `folder`, with `template` (None: without any)."""
+THINKING = TEMPLATE.replace(
+    "{{- '<|im_start|>assistant\\n' }}",
+    """{%- if not thought and '</think>' in content %}
+            {%- set thought = content.split('</think>')[0].split('<think>')[-1].strip('\\n') %}
+            {%- set content = content.split('</think>')[-1] %}
+        {%- endif %}
+        {{- '<|im_start|>assistant\\n' }}""",
+)
+"""As above, and thinking is taken out of the content at the last closing mark, as Qwen3's template does."""
+
+assert THINKING != TEMPLATE
+
+
+def tokenizer(folder: Path, template: str | None = TEMPLATE) -> TrainingTokenizer:
+    """In `folder`, with `template` (None: without any)."""
     shutil.copyfile(FOLDER / "tokenizer.json", folder / "tokenizer.json")
     config = json.loads((FOLDER / "tokenizer_config.json").read_text())
     del config["chat_template"]
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
-    return HuggingFaceTokenizer(tokenizer_path=str(folder))
+    return TrainingTokenizer(tokenizer_path=str(folder))

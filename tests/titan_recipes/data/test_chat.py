@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from chat_tokenizer import TEMPLATE, tokenizer
+from chat_tokenizer import TEMPLATE, THINKING, tokenizer
 from titan_recipes.data.chat import CHATML, render
 from titan_recipes.data.source import Source
 from titan_recipes.data.tokens import token_store
@@ -179,3 +179,124 @@ def test_the_learned_mask_and_the_tokens_have_one_entry_each(qwen):
     found = store([TALK, TALK[1:3]], qwen)
     assert found.learned_T.shape == found.tokens_T.shape == (found.ends_N[-1],)
     assert np.all(found.sizes_N > 1)
+
+
+QUESTION = {"role": "user", "content": "Why?"}
+ANSWER = {"role": "assistant", "content": "Because."}
+
+
+def learned(messages, tok, **options):
+    text, spans = render(messages, tok, "x:1", **options)
+    return [text[begin:end] for begin, end in spans]
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_a_thought_is_learned_under_each_of_its_names(qwen, name):
+    """An unread name would teach an empty thought."""
+    assert learned([QUESTION, ANSWER | {name: "It is so."}], qwen) == [
+        "<think>\nIt is so.\n</think>\n\nBecause.<|im_end|>"
+    ]
+
+
+@pytest.mark.parametrize("name", ["weight", "loss", "train", "training", "trainable"])
+@pytest.mark.parametrize(("yes", "no"), [(1, 0), (True, False), (1.0, 0.0)])
+def test_a_turn_that_is_not_to_be_learned_is_not(qwen, name, yes, no):
+    talk = [QUESTION, ANSWER | {"content": "Wrong.", name: no}, QUESTION | {name: no}, ANSWER | {name: yes}]
+    assert learned(talk, qwen) == ["<think>\n\n</think>\n\nBecause.<|im_end|>"]
+    assert "Wrong." in render(talk, qwen, "x:1")[0]
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (
+            {"function_call": {"name": "f", "arguments": "{}"}},
+            'function_call = .*would be lost: write it as "tool_calls"',
+        ),
+        ({"weight": 0.5}, "weight of an assistant message is 0.5; a turn is learned"),
+        ({"weight": 1, "train": False}, "weight and train of an assistant message differ"),
+        ({"reasoning": "a", "thinking": "b"}, "reasoning and thinking of an assistant message differ"),
+        ({"reasoning": ["a"]}, "not a string"),
+        ({"masked": True}, "masked = 'True', which would be lost"),
+        ({"logprobs": [1]}, "logprobs = .*take the field out"),
+        ({"tool_calls": "f()"}, "tool_calls of an assistant message are 'f\\(\\)'; expected a list"),
+        ({"content": [{"type": "image_url", "image_url": "x"}]}, "parts of image_url, not a string"),
+    ],
+)
+def test_a_field_that_changes_what_is_learned_is_heeded_or_refused(qwen, message, reason):
+    with pytest.raises(UserError, match=f"x:1: .*{reason}"):
+        render([QUESTION, ANSWER | message], qwen, "x:1")
+
+
+def test_flags_and_thoughts_of_others_than_the_assistant_are_refused(qwen):
+    with pytest.raises(UserError, match="only the assistant's turns are learned"):
+        render([QUESTION | {"train": True}, ANSWER], qwen, "x:1")
+    with pytest.raises(UserError, match="which only an assistant's turn holds"):
+        render([QUESTION | {"reasoning": "hm"}, ANSWER], qwen, "x:1")
+
+
+def test_empty_and_harmless_fields_change_nothing(qwen):
+    more = {"name": "Ann", "id": "7", "function_call": None, "refusal": "", "images": [], "timestamp": 3}
+    assert render([QUESTION | more, ANSWER | more], qwen, "x") == render([QUESTION, ANSWER], qwen, "x")
+
+
+def test_parts_of_text_and_messages_as_json_are_what_they_hold(qwen):
+    plain = render([QUESTION, ANSWER], qwen, "x")
+    parts = [{"type": "text", "text": "Be"}, {"type": "text", "text": "cause."}]
+    assert render([QUESTION, ANSWER | {"content": parts}], qwen, "x") == plain
+    assert render(json.dumps([QUESTION, ANSWER]), qwen, "x") == plain
+    with pytest.raises(UserError, match="x: found 'not json'"):
+        render("not json", qwen, "x")
+
+
+LOST = "<think>\na\n</think>\n\nThe closing tag </think> ends it."
+
+
+def test_words_that_a_template_cuts_out_of_an_answer_are_refused(tmp_path):
+    """Qwen3's template takes everything before the last closing mark for thinking: only ` ends it.` would be learned."""
+    tok = tokenizer(tmp_path, THINKING)
+    fine = "<think>\na\n</think>\n\nIt ends."
+    assert learned([QUESTION, ANSWER | {"content": fine}], tok) == [fine + "<|im_end|>"]
+    for talk in ([QUESTION, ANSWER | {"content": LOST}], [QUESTION, ANSWER | {"content": LOST}, QUESTION, ANSWER]):
+        with pytest.raises(
+            UserError, match=r"leaves out words of an assistant message, 'The closing.*as reasoning_content"
+        ):
+            render(talk, tok, "x:1")
+    whole = {"content": "The closing tag </think> ends it.", "reasoning_content": "a"}
+    assert learned([QUESTION, ANSWER | whole], tok) == [LOST + "<|im_end|>"]
+
+
+def test_a_thought_that_a_template_never_writes_is_refused(tmp_path):
+    plain = tokenizer(tmp_path, CHATML)
+    with pytest.raises(UserError, match="leaves out what the assistant thought, 'It is so.'"):
+        render([QUESTION, ANSWER | {"reasoning_content": "It is so."}], plain, "x:1")
+
+
+def test_an_answer_is_looked_for_in_its_own_turn_and_not_anywhere(tmp_path):
+    """A question that holds the answer's words would hide that the template writes no answers."""
+    silent = TEMPLATE.replace("{{- content.lstrip('\\n') }}", "")
+    assert silent != TEMPLATE
+    tok = tokenizer(tmp_path, silent)
+    with pytest.raises(UserError, match=r"words of an assistant message, 'Why\?'"):
+        render([QUESTION, ANSWER | {"content": "Why?"}], tok, "x:1")
+
+
+def test_words_that_a_template_adds_to_some_answers_are_refused(tmp_path):
+    eager = tokenizer(
+        tmp_path,
+        TEMPLATE.replace("{{- content.lstrip('\\n') }}", "{{- content + ('!' if content == 'Because.' else '') }}"),
+    )
+    with pytest.raises(UserError, match=r"writes an assistant's turn otherwise than it was given"):
+        render([QUESTION, ANSWER], eager, "x:1")
+
+
+def test_a_templates_own_marks_say_what_is_learned(tmp_path):
+    marked = CHATML.replace(
+        "{{ message['content'] }}<|im_end|>",
+        "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}{% endgeneration %}"
+        "{% else %}{{ message['content'] }}{% endif %}<|im_end|>",
+    )
+    tok = tokenizer(tmp_path, marked)
+    assert learned([QUESTION, ANSWER, QUESTION, ANSWER | {"weight": 0}], tok) == ["Because."]
+    text = token_store(Source(documents=lambda: ["a text"]), tok)
+    assert tok.decode(text.tokens_T.tolist(), skip_special_tokens=False) == "a text<|endoftext|>"

@@ -1,6 +1,8 @@
 """Contract: a layout that cannot work, and what a run would not read, is refused before a rank starts, with the reason
 and what to do instead."""
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -205,15 +207,34 @@ def test_a_value_that_is_no_run_is_one_error(tmp_path, arguments, reason):
         built(tmp_path, *arguments)
 
 
-def test_a_tokenizer_that_cannot_be_loaded_is_one_error_naming_its_folder(tmp_path):
-    import json
-    import shutil
-
-    folder = tmp_path / "tok"
+def own_tokenizer(folder: Path, **changes: Any) -> Path:
+    """The debug tokenizer in `folder`, with other entries in its tokenizer_config.json."""
     shutil.copytree(RECIPES / "debug_tokenizer", folder)
     settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "{% generation %}"}))
-    with pytest.raises(UserError, match=r"tok cannot be loaded: .*generation"):
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | changes))
+    return folder
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_one_error_naming_its_folder(tmp_path):
+    folder = own_tokenizer(tmp_path / "tok")
+    (folder / "tokenizer.json").write_text('{"model": {"type": "BPE"}}')
+    with pytest.raises(UserError, match=r"tok cannot be loaded"):
+        check(built(tmp_path, "--hf_assets_path", str(folder)), 1, resume=False)
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{% generation %}{% endgeneration %}", "{% no such thing %}", [{"name": "default", "template": "{{ x }}"}]],
+)
+def test_a_chat_template_of_any_kind_stops_no_run_on_texts(tmp_path, template):
+    folder = own_tokenizer(tmp_path / "tok", chat_template=template)
+    check(built(tmp_path, "--hf_assets_path", str(folder)), 1, resume=False)
+
+
+def test_a_token_past_the_models_rows_is_refused_wherever_it_is_named(tmp_path):
+    """In step 1 it would be an index error on a device."""
+    folder = own_tokenizer(tmp_path / "tok", pad_token="<|one more|>")
+    with pytest.raises(UserError, match=r"tok has ids up to 2048, but the model has 2048 embedding rows"):
         check(built(tmp_path, "--hf_assets_path", str(folder)), 1, resume=False)
 
 

@@ -6,10 +6,12 @@ from typing import Any, TypeVar
 from torchtitan import trainer as titan
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.components.validate import Validator
 
 from ..checkpoint.manager import StepCheckpoints
 from ..data.loader import TextDataLoader
+from ..data.tokenizer import TrainingTokenizer
 from ..errors import UserError
 from ..train.metrics import RunMetrics
 from ..train.trainer import Trainer
@@ -44,6 +46,8 @@ def adopt(config: titan.Trainer.Config) -> Trainer.Config:
         )
     if type(config.metrics) is MetricsProcessor.Config:
         config.metrics = recast(RunMetrics.Config, config.metrics)
+    if type(config.tokenizer) is HuggingFaceTokenizer.Config:
+        config.tokenizer = recast(TrainingTokenizer.Config, config.tokenizer)
     if type(config.checkpoint) is CheckpointManager.Config:
         config.checkpoint = recast(StepCheckpoints.Config, config.checkpoint)
     own = config.validator.dataloader

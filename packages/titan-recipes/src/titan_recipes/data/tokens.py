@@ -21,15 +21,16 @@ import numpy.typing as npt
 
 from ..errors import UserError
 from ..files import replacing
-from .chat import Spans, ready_template, render
+from .chat import ready_template, render
 from .documents import digest
 from .source import Row, Source, files_of, hub_dataset, rows
+from .tokenizer import Spans, TrainingTokenizer, training_tokenizer
 
 __all__ = ["TokenStore", "default_cache", "token_store"]
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 """Raise when the contents of a store change meaning."""
 
 CHUNK = 1000
@@ -72,6 +73,7 @@ def token_store(source: Source, tokenizer: Any, cache: Path | None = None) -> To
     A source or a tokenizer that has no identity (a function's documents, a tokenizer of one's own) is kept for this
     process only. Raises UserError for bad data, naming file and row.
     """
+    tokenizer = training_tokenizer(tokenizer)
     key = _key(source, tokenizer)
     if key is None:
         return _unkept(source, tokenizer)
@@ -242,8 +244,9 @@ def _encode(documents: Sequence[_Document], tokenizer: Any) -> Iterable[Encoded]
         for document in documents:
             yield np.array(tokenizer.encode(document.text, add_bos=False, add_eos=True), np.int32), None
         return
-    ending = [] if tokenizer.hf_adds_eos or tokenizer.eos_id is None else [tokenizer.eos_id]
-    for document, encoding in zip(documents, backend.encode_batch([d.text for d in documents]), strict=True):
+    ending = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    encodings = backend.encode_batch([d.text for d in documents], add_special_tokens=False)
+    for document, encoding in zip(documents, encodings, strict=True):
         if document.spans is None:
             yield np.array([*encoding.ids, *ending], np.int32), None
         else:
@@ -260,12 +263,8 @@ def _learned(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]
 
 
 def _backend(tokenizer: Any) -> Any:
-    """The `tokenizers.Tokenizer` inside TorchTitan's, which encodes many texts at once and knows each token's
-    characters.
-    """
-    from torchtitan.components.tokenizer import HuggingFaceTokenizer
-
-    return tokenizer.tokenizer if type(tokenizer) is HuggingFaceTokenizer else None
+    """The `tokenizers.Tokenizer` inside TorchTitan's, which encodes many texts at once and knows each token's characters."""
+    return tokenizer.tokenizer if type(tokenizer) is TrainingTokenizer else None
 
 
 def _key(source: Source, tokenizer: Any) -> str | None:

@@ -1,6 +1,5 @@
 """Everything that can be refused before a rank starts: one clear error each, read from the built config."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,7 @@ def check(config: Any, world_size: int, *, resume: bool) -> None:
     _check_remote_code(config)
     _check_folder(config, resume)
     _check_weights(config, resume)
-    _check_tokenizer(config)
-    _check_data(config)
+    _check_data(config, _check_tokenizer(config))
 
 
 def _check_remote_code(config: Any) -> None:
@@ -41,46 +39,37 @@ def _check_remote_code(config: Any) -> None:
             refuse_remote_code(Path(folder).expanduser() / ASSETS)
 
 
-def _check_tokenizer(config: Any) -> None:
+def _check_tokenizer(config: Any) -> Any:
+    """Load the tokenizer and return it, once every id that it can give has a row in the model."""
     folder = Path(config.hf_assets_path).expanduser()
-    file = folder / "tokenizer.json"
-    if not file.is_file():
+    if not (folder / "tokenizer.json").is_file():
         raise UserError(
             f"There is no tokenizer.json in hf_assets_path {str(folder)!r}.\nPoint --hf_assets_path at a model folder."
         )
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        ids = [
-            *content["model"]["vocab"].values(),
-            *(token["id"] for token in content.get("added_tokens", [])),
-        ]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} is not a readable tokenizer: {error!r}.") from None
-    decoder = folder / "tokenizer_config.json"
-    if decoder.is_file():
-        ids += [int(token) for token in json.loads(decoder.read_text(encoding="utf-8")).get("added_tokens_decoder", {})]
-    rows = config.model_spec.model.vocab_size
-    if max(ids) >= rows:
+        tokenizer = config.tokenizer.build(tokenizer_path=str(folder))
+    except UserError:
+        raise
+    except Exception as error:  # whatever a file of another's makes the tokenizers library or TorchTitan raise
         raise UserError(
-            f"The tokenizer in {folder} has ids up to {max(ids)}, but the model has {rows} embedding rows (ids 0 to "
-            f"{rows - 1}).\n"
-            f"Set vocab_size to at least {max(ids) + 1} in the recipe, or point --hf_assets_path at the model's own "
-            "tokenizer."
+            f"The tokenizer in {folder} cannot be loaded, it is not a readable tokenizer: {error!r}."
+        ) from None
+    rows = config.model_spec.model.vocab_size
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    if largest >= rows:
+        raise UserError(
+            f"The tokenizer in {folder} has ids up to {largest}, but the model has {rows} embedding rows (ids 0 to {rows - 1}).\n"
+            f"Set vocab_size to at least {largest + 1} in the recipe, or point --hf_assets_path at the model's own tokenizer."
         )
+    return tokenizer
 
 
-def _check_data(config: Any) -> None:
-    """Tokenise what the run will read, unless that was done before, say how much it is, and that each part of it has
-    some.
-    """
+def _check_data(config: Any, tokenizer: Any) -> None:
+    """Tokenise what the run will read, unless that was done before, say how much it is, and that each part of it has some."""
     loaders = [config.dataloader, *([validation_data(config)] if config.validator.enable else [])]
     loaders = [loader for loader in loaders if isinstance(loader, TextDataLoader.Config)]
     if not loaders:
         return
-    try:
-        tokenizer = config.tokenizer.build(tokenizer_path=config.hf_assets_path)
-    except Exception as error:  # whatever a file of another's, or a template in it, makes TorchTitan raise
-        raise UserError(f"The tokenizer in {config.hf_assets_path} cannot be loaded: {error!r}.") from None
     for line in dict.fromkeys(store.summary for loader in loaders for _, store in stores_of(loader, tokenizer)):
         say(f"data: {line}")
     for loader in loaders:

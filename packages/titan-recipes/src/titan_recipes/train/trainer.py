@@ -14,6 +14,7 @@ from torchtitan import trainer as titan
 from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.utils import dist_sum
 from torchtitan.tools.utils import device_type
@@ -22,6 +23,7 @@ from ..checkpoint.assets import write_assets
 from ..checkpoint.completeness import check_written, guard_initialisation, states_of
 from ..checkpoint.manager import StepCheckpoints
 from ..data.loader import TextDataLoader
+from ..data.tokenizer import TrainingTokenizer
 from ..errors import UserError
 from ..logs import say
 from ..models.spec import hf_config, is_tied, swaps
@@ -46,6 +48,7 @@ class Trainer(titan.Trainer):
         metrics: MetricsProcessor.Config = field(default_factory=RunMetrics.Config)
         dataloader: BaseDataLoader.Config = field(default_factory=TextDataLoader.Config)
         checkpoint: BaseCheckpointManager.Config = field(default_factory=StepCheckpoints.Config)
+        tokenizer: BaseTokenizer.Config = field(default_factory=TrainingTokenizer.Config)
 
         expected_trainable: int | None = None
         """Number of parameters that must train; a recipe that freezes some says how many are left.
