@@ -268,7 +268,7 @@ def test_words_that_a_template_cuts_out_of_an_answer_are_refused(tmp_path):
 
 def test_a_thought_that_a_template_never_writes_is_refused(tmp_path):
     plain = tokenizer(tmp_path, CHATML)
-    with pytest.raises(UserError, match="leaves out what the assistant thought, 'It is so.'"):
+    with pytest.raises(UserError, match="leaves out what the assistant thought, 'It is so"):
         render([QUESTION, ANSWER | {"reasoning_content": "It is so."}], plain, "x:1")
 
 

@@ -149,3 +149,17 @@ def test_a_cache_that_cannot_be_written_is_an_error_naming_the_option(corpus, to
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cache_folder"):
         token_store(Source(path=str(corpus)), tokenizer, tmp_path / "file")
+
+
+def test_a_text_alone_is_kept_in_parts_of_whole_paragraphs_and_loses_nothing(tmp_path, tokenizer):
+    """A single .txt is what many have; whole, nothing of it could be held out."""
+    paragraphs = [f"Paragraph {i}.\nIts second line.\n\n" for i in range(100)]
+    (tmp_path / "book.txt").write_text("".join(paragraphs) + "The end.")
+    store = token_store(Source(path=str(tmp_path / "book.txt")), tokenizer)
+    parts = [tokenizer.decode(store.tokens_T[store.slice_of(i)].tolist()) for i in range(len(store))]
+    assert 20 < len(parts) <= 41 and all(part.startswith(("Paragraph", "The end")) for part in parts)
+    assert "".join(parts) == "".join(paragraphs) + "The end."
+    assert (store.tokens_T == tokenizer.eos_id).sum() == 1 and store.tokens_T[-1] == tokenizer.eos_id
+    assert "one text in 34 parts, cut at blank lines" in store.summary
+    (tmp_path / "line.txt").write_text("One line alone.")
+    assert len(token_store(Source(path=str(tmp_path / "line.txt")), tokenizer)) == 1

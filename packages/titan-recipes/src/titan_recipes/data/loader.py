@@ -29,7 +29,7 @@ from ..errors import UserError
 from .documents import PYTHON_DOCS, held_out, python_docs
 from .mixture import Mixture
 from .packing import Documents, Packing, Sample, Samples, SplitDocuments, WholeDocuments, pad
-from .source import Source
+from .source import Format, Source
 from .tokens import TokenStore, token_store
 
 __all__ = ["Source", "TextDataLoader", "check_parts", "heed_flags", "split_documents", "stores_of"]
@@ -50,7 +50,7 @@ class TextDataLoader(BaseDataLoader):
         """
 
         dataset_path: str | None = None
-        """A .jsonl, .parquet, .arrow, .txt, .md or .rst file, or a folder of them."""
+        """A .jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, .md or .rst file, or a folder of them; .gz and .zst, too."""
 
         documents: Annotated[Callable[[], Sequence[Any]] | None, tyro.conf.Suppress] = None
         """A function that returns the documents (recipes only). It wins over dataset and dataset_path."""
@@ -58,8 +58,9 @@ class TextDataLoader(BaseDataLoader):
         sources: Annotated[Sequence[Source], tyro.conf.Suppress] = ()
         """Several sources, with or without weights (recipes only). They win over all of the above."""
 
-        format: Literal["text", "chat"] = "text"
-        """text: rows hold a text to continue. chat: rows hold messages, and only the assistant's turns are learned."""
+        format: Format = "text"
+        """text: rows hold a text to continue. chat: rows hold conversations, of a shape that their fields tell, and only the
+        assistant's turns are learned. messages, sharegpt, prompt-completion and alpaca name the shape."""
 
         column: str | None = None
         """The field of a row that is read (default: text, or messages for chat)."""
@@ -100,7 +101,7 @@ class TextDataLoader(BaseDataLoader):
                     raise UserError(
                         "Some data sources have a weight and some have none: give all of them one, or none."
                     )
-                if not any(weighted) and len({source.format for source in self.sources}) > 1:
+                if not any(weighted) and len({source.is_chat for source in self.sources}) > 1:
                     raise UserError(
                         "Text and chat sources need weights to be mixed: they are packed each in their own way."
                     )
@@ -270,7 +271,7 @@ def _parts(config: TextDataLoader.Config, tokenizer: BaseTokenizer) -> list[Part
 
 
 def _packing(config: TextDataLoader.Config, part: Part) -> Packing:
-    return config.packing or ("none" if part[0][0].format == "chat" else "split")
+    return config.packing or ("none" if part[0][0].is_chat else "split")
 
 
 def _documents(config: TextDataLoader.Config, part: Part, seq_len: int) -> Documents:

@@ -82,7 +82,7 @@ def _read_message(message: Any, place: str) -> tuple[dict[str, Any], bool]:
 
 
 def _a(role: str) -> str:
-    return f"{'an' if role[:1] in 'aeiou' else 'a'} {role}"
+    return f"{'an' if role == 'assistant' else 'a'} {role}"
 
 
 def _content(content: Any, role: str, calls: bool, place: str) -> str:

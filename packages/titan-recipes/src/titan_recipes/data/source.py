@@ -1,24 +1,35 @@
 """Where documents come from: rows of a file, a folder, a Hub dataset or a function, one at a time, each with its place.
 
-A row is a dict. Text files are one row each, {"text": ...}; JSONL, Parquet and Arrow rows are taken as they are.
-Nothing here knows about tokens.
+A row is a dict. Text files are one row each, {"text": ...}; rows of JSON, CSV, Parquet and Arrow are taken as they are. Nothing
+here knows about tokens.
+
+JSON and CSV are read by Python and not by `datasets`, which gives all rows one schema: it fills in fields that a row does not
+have, and takes a column of digits for numbers.
 """
 
+import csv
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from io import BufferedReader, TextIOWrapper
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from ..errors import UserError
+from .shapes import SHAPES, Row, Shape, shape_of
 
-__all__ = ["SUFFIXES", "Row", "Source", "files_of", "rows"]
+__all__ = ["SUFFIXES", "Format", "Row", "Source", "files_of", "rows", "shape_of_rows"]
 
-Row = dict[str, Any]
+Format = Literal["text", "chat", "messages", "sharegpt", "prompt-completion", "alpaca"]
+"""What rows hold: a text to continue, or conversations: of a shape that their fields tell (chat), or of the named one."""
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst")
-SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".parquet", ".arrow")
+LINES_SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".json", ".csv", ".tsv")
+SUFFIXES = (*LINES_SUFFIXES, ".parquet", ".arrow")
+
+COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
+"""By the suffix after one of LINES_SUFFIXES, the name that Arrow has for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +37,8 @@ class Source:
     """One place that training documents come from: exactly one of `path`, `hub` and `documents` is set."""
 
     path: str | None = None
-    """A file, or a folder that is searched for files, in name order: .txt .md .rst .jsonl .parquet .arrow."""
+    """A file, or a folder that is searched for files, in name order: .txt .md .rst .jsonl .json .csv .tsv, also with .gz or .zst after
+    it, .parquet .arrow."""
 
     hub: str | None = None
     """A dataset on the Hugging Face Hub, "owner/name"; offline, one that is in the local cache."""
@@ -40,7 +52,7 @@ class Source:
     documents: Callable[[], Sequence[Any]] | None = None
     """A function returning the documents: strings, lists of messages, or rows."""
 
-    format: Literal["text", "chat"] = "text"
+    format: Format = "text"
     """What a row holds: a text to continue, or a conversation of which the assistant's turns are learned."""
 
     column: str | None = None
@@ -58,8 +70,10 @@ class Source:
             raise UserError(
                 f"A data source is one of path, hub and documents; found {', '.join(given) or 'none of them'}."
             )
-        if self.format not in ("text", "chat"):
-            raise UserError(f"{self.name}: format {self.format!r} is unknown; choose text or chat.")
+        if self.format not in ("text", "chat", *SHAPES):
+            raise UserError(
+                f"{self.name}: format {self.format!r} is unknown; choose one of text, chat, {', '.join(SHAPES)}."
+            )
         if self.weight is not None and not (self.weight > 0 and math.isfinite(self.weight)):
             raise UserError(
                 f"{self.name}: weight {self.weight} is not a positive number; leave the source out instead."
@@ -73,9 +87,14 @@ class Source:
         return self.path or self.hub or ""
 
     @property
+    def is_chat(self) -> bool:
+        """Whether rows hold conversations."""
+        return self.format != "text"
+
+    @property
     def wanted(self) -> str:
-        """The column that is read."""
-        return self.column or ("messages" if self.format == "chat" else "text")
+        """The column of a text, or of messages that are given as they are."""
+        return self.column or ("messages" if self.is_chat else "text")
 
 
 def rows(source: Source) -> Iterator[tuple[str, Row]]:
@@ -86,7 +105,7 @@ def rows(source: Source) -> Iterator[tuple[str, Row]]:
     if source.path is not None:
         for file in files_of(source.path):
             try:
-                yield from _READERS[file.suffix](file, source)
+                yield from _READERS[suffix_of(file)](file, source)
             except UnicodeDecodeError as error:
                 raise UserError(f"{file}: not UTF-8 text ({error.reason} at byte {error.start}).") from None
             except OSError as error:
@@ -100,6 +119,13 @@ def rows(source: Source) -> Iterator[tuple[str, Row]]:
             yield f"{source.name}()[{number}]", row
 
 
+def suffix_of(file: Path) -> str:
+    """The suffix that says how a file is read: the one before .gz or .zst."""
+    if file.suffix in COMPRESSION and (inner := Path(file.stem).suffix) in LINES_SUFFIXES:
+        return inner
+    return file.suffix
+
+
 def files_of(path: str) -> list[Path]:
     """The files that a source's path stands for, in name order. Raises UserError when there is none."""
     root = Path(path).expanduser()
@@ -109,8 +135,10 @@ def files_of(path: str) -> list[Path]:
             f"Set --dataloader.dataset_path, and the validator's, to a {' '.join(SUFFIXES)} file or a folder of them."
         )
     if root.is_dir():
-        files = sorted(p for p in root.rglob("*") if p.suffix in SUFFIXES and not p.is_dir() and not _beside(p, root))
-        if any(file.suffix not in TEXT_SUFFIXES for file in files):
+        files = sorted(
+            p for p in root.rglob("*") if suffix_of(p) in SUFFIXES and not p.is_dir() and not _beside(p, root)
+        )
+        if any(suffix_of(file) not in TEXT_SUFFIXES for file in files):
             files = [file for file in files if file.name != "README.md"]  # a data set's card, as the Hub has it
         if not files:
             raise UserError(f"The dataset {path!r} is empty: there is no {' '.join(SUFFIXES)} file in that folder.")
@@ -118,26 +146,50 @@ def files_of(path: str) -> list[Path]:
             if not file.exists():
                 raise UserError(f"{file} is a link to {file.readlink()}, which is not there.")
         return files
-    if root.suffix not in SUFFIXES:
-        raise UserError(f"{root}: {root.suffix or 'no'} suffix; expected one of {', '.join(SUFFIXES)}.")
+    if suffix_of(root) not in SUFFIXES:
+        raise UserError(
+            f"{root}: {root.suffix or 'no'} suffix; expected one of {', '.join(SUFFIXES)}, the first "
+            f"{len(LINES_SUFFIXES)} also with {' or '.join(COMPRESSION)} after it."
+        )
     return [root]
 
 
 def _beside(file: Path, root: Path) -> bool:
     """Whether a file of the folder is no data: hidden, or what `datasets` keeps of its own computations."""
     cached = file.suffix == ".arrow" and file.name.startswith("cache-")
+    cached = cached or file.name in ("dataset_info.json", "dataset_dict.json", "dataset_infos.json")
+    cached = cached or (file.name == "state.json" and any(file.parent.glob("*.arrow")))
     return cached or any(part.startswith(".") for part in file.relative_to(root).parts)
 
 
+def _open(file: Path) -> BufferedReader:
+    """The bytes of a file, decompressed."""
+    import pyarrow
+
+    if file.suffix not in COMPRESSION:
+        return file.open("rb")
+    stream = pyarrow.CompressedInputStream(pyarrow.OSFile(str(file)), COMPRESSION[file.suffix])
+    return BufferedReader(cast(Any, stream))
+
+
+def _text(file: Path) -> TextIOWrapper:
+    """A file's text. The mark that editors write at its beginning (BOM) is no part of it."""
+    return TextIOWrapper(_open(file), encoding="utf-8-sig", newline="")
+
+
 def _text_rows(file: Path, source: Source) -> Iterator[tuple[str, Row]]:
-    if source.format == "chat":
-        raise UserError(f"{file}: a text file holds no messages; chat data comes as .jsonl, .parquet or .arrow.")
-    yield str(file), {source.wanted: file.read_text(encoding="utf-8")}
+    if source.is_chat:
+        raise UserError(
+            f"{file}: a text file holds no messages; chat data comes as .jsonl, .json, .csv, .parquet or .arrow."
+        )
+    with _text(file) as text:
+        yield str(file), {source.wanted: text.read().replace("\r\n", "\n")}
 
 
 def _jsonl_rows(file: Path, source: Source) -> Iterator[tuple[str, Row]]:
-    with file.open("rb") as lines:
+    with _open(file) as lines:
         for number, line in enumerate(lines, 1):
+            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if not line.strip():
                 continue
             try:
@@ -148,6 +200,62 @@ def _jsonl_rows(file: Path, source: Source) -> Iterator[tuple[str, Row]]:
                 found = line.strip()[:80].decode(errors="replace")
                 raise UserError(f"{file}:{number}: expected a JSON object, found {found!r}{why}.")
             yield f"{file}:{number}", row
+
+
+def _json_rows(file: Path, source: Source) -> Iterator[tuple[str, Row]]:
+    """An array of objects, which is read whole; or an object a line, as in .jsonl."""
+    with _text(file) as text:
+        begin = text.read(1)
+        while begin.isspace():
+            begin = text.read(1)
+        if begin != "[":
+            yield from _jsonl_or_object(file, source)
+            return
+        try:
+            found = json.loads(begin + text.read())
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{file} is not JSON: {error}.") from None
+    for number, row in enumerate(found):
+        if not isinstance(row, dict):
+            raise UserError(f"{file}[{number}]: expected a JSON object, found {str(row)[:80]!r}.")
+        yield f"{file}[{number}]", row
+
+
+def _jsonl_or_object(file: Path, source: Source) -> Iterator[tuple[str, Row]]:
+    with _text(file) as text:
+        try:
+            found = json.loads(text.read())
+        except (ValueError, RecursionError):
+            found = None
+    lists = [name for name, value in found.items() if isinstance(value, list)] if isinstance(found, dict) else []
+    if isinstance(found, dict) and lists and not {"messages", "conversations", "prompt", source.wanted} & found.keys():
+        raise UserError(
+            f"{file} is one object with {', '.join(map(repr, found))}; expected an array of rows. Write {lists[0]!r} as a file of its own."
+        )
+    if isinstance(found, dict):
+        yield str(file), found
+    else:
+        yield from _jsonl_rows(file, source)
+
+
+def _csv_rows(file: Path, source: Source) -> Iterator[tuple[str, Row]]:
+    """Rows of a table with a header. Every value is a text."""
+    csv.field_size_limit(1 << 30)
+    with _text(file) as text:
+        table = csv.reader(text, delimiter="\t" if suffix_of(file) == ".tsv" else ",", strict=True)
+        try:
+            names = next(table, [])
+            if len(set(names)) < len(names) or "" in names:
+                raise UserError(f"{file}: its first line names the columns, each once; found {', '.join(names)}.")
+            _columns(file, source, names)
+            for values in table:
+                if not values:
+                    continue
+                if len(values) != len(names):
+                    raise UserError(f"{file}:{table.line_num}: {len(values)} values for {len(names)} columns.")
+                yield f"{file}:{table.line_num}", dict(zip(names, values, strict=True))
+        except csv.Error as error:
+            raise UserError(f"{file}:{table.line_num}: not a readable table: {error}.") from None
 
 
 def _parquet_rows(file: Path, source: Source) -> Iterator[tuple[str, Row]]:
@@ -181,10 +289,21 @@ def _arrow_rows(file: Path, source: Source) -> Iterator[tuple[str, Row]]:
 
 
 def _columns(file: Path, source: Source, names: Sequence[str]) -> list[str]:
-    """The columns to read: the wanted one, and the tools that a chat template may list."""
-    if source.wanted not in names:
-        raise UserError(f"{file} has no column {source.wanted!r}; it has: {', '.join(names)}. Name one with column=...")
-    return [source.wanted, *(["tools"] if source.format == "chat" and "tools" in names else [])]
+    """The columns to read: the wanted one; or those of a conversation's shape, and the tools that a chat template may list."""
+    if source.is_chat:
+        shape = shape_of(names, source.format, source.column, str(file))
+        missing = [name for name in shape.needs if name not in names]
+        wanted = [name for name in shape.fields if name in names]
+    else:
+        missing, wanted = [name for name in [source.wanted] if name not in names], [source.wanted]
+    if missing:
+        raise UserError(f"{file} has no column {missing[0]!r}; it has: {', '.join(names)}. Name one with column=...")
+    return wanted
+
+
+def shape_of_rows(source: Source, row: Row, place: str) -> Shape:
+    """The shape of a source's conversations, by its first row."""
+    return shape_of(row, source.format, source.column, place)
 
 
 def _batch_rows(file: Path, batches: Iterator[Any]) -> Iterator[tuple[str, Row]]:
@@ -211,6 +330,9 @@ def _without_none(value: Any) -> Any:
 _READERS: dict[str, Callable[[Path, Source], Iterator[tuple[str, Row]]]] = {
     **dict.fromkeys(TEXT_SUFFIXES, _text_rows),
     ".jsonl": _jsonl_rows,
+    ".json": _json_rows,
+    ".csv": _csv_rows,
+    ".tsv": _csv_rows,
     ".parquet": _parquet_rows,
     ".arrow": _arrow_rows,
 }
@@ -238,8 +360,5 @@ def hub_dataset(source: Source) -> Any:
             f"(hf download --repo-type dataset {source.hub} --local-dir FOLDER) and set dataset_path to its files of "
             "that split."
         ) from None
-    if source.wanted not in found.column_names:
-        raise UserError(
-            f"The Hub dataset {source.hub!r} has no column {source.wanted!r}; it has: {', '.join(found.column_names)}."
-        )
+    _columns(Path(f"{source.hub}"), source, found.column_names)
     return found

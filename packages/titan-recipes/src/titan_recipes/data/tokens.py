@@ -8,11 +8,12 @@ import hashlib
 import json
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from ..errors import UserError
 from ..files import replacing
 from .chat import ready_template, render
 from .documents import digest
-from .source import Row, Source, files_of, hub_dataset, rows
+from .shapes import SHAPES, Shape
+from .source import Row, Source, files_of, hub_dataset, rows, shape_of_rows
 from .tokenizer import Spans, TrainingTokenizer, training_tokenizer
 
 __all__ = ["TokenStore", "default_cache", "token_store"]
@@ -32,6 +34,9 @@ log = logging.getLogger(__name__)
 
 FORMAT = 3
 """Raise when the contents of a store change meaning."""
+
+PARTS = 40
+"""Into about so many parts a text that is alone is cut."""
 
 CHUNK = 1000
 """Documents that are tokenised together, in parallel."""
@@ -140,6 +145,8 @@ class _Document:
     text: str
     spans: Spans | None
     """Characters that are learned; None: all."""
+    ends: bool = True
+    """Whether the end-of-text token follows: not inside a text that is kept in parts."""
 
 
 def _write(folder: Path, source: Source, tokenizer: Any) -> None:
@@ -147,16 +154,16 @@ def _write(folder: Path, source: Source, tokenizer: Any) -> None:
     ends: list[int] = []
     digests: list[int] = []
     total, left, stream = 0, _Left(), hashlib.sha256()
-    chat = source.format == "chat"
+    chat = source.is_chat
     if chat and not ready_template(tokenizer):
         log.warning("the tokenizer has no chat template: conversations are written as plain ChatML")
     with (folder / "tokens.int32").open("wb") as tokens_file, (folder / "learned.bool").open("wb") as learned_file:
-        documents = _documents(source, tokenizer, left)
+        documents, parts = _in_parts(_documents(source, tokenizer, left))
         while chunk := list(islice(documents, CHUNK)):
             fresh = []
             for document in chunk:
                 number = digest(document.text)
-                if number in seen:
+                if number in seen and not parts:  # equal parts of one text are on one side of the holdout
                     left.duplicates += 1
                 else:
                     seen.add(number)
@@ -184,25 +191,44 @@ def _write(folder: Path, source: Source, tokenizer: Any) -> None:
     np.save(folder / "digests.npy", np.array(digests, np.uint64))
     stream.update(np.array(ends, np.int64).tobytes())
     kind = "conversations" if chat else "documents"
+    count = f"one text in {len(ends):,} parts, cut at blank lines" if parts else f"{len(ends):,} {kind}"
     about = {
         "fingerprint": stream.hexdigest()[:16],
-        "summary": f"{source.name}: {len(ends):,} {kind}, {total:,} tokens{left}",
+        "summary": f"{source.name}: {count}, {total:,} tokens{left}",
     }
     (folder / "store.json").write_text(json.dumps(about))
 
 
+def _in_parts(documents: Iterator[_Document]) -> tuple[Iterator[_Document], bool]:
+    """The documents; one text alone in parts of whole paragraphs, so that some of it can be held out. And whether it was one."""
+    first = list(islice(documents, 2))
+    if len(first) != 1 or first[0].spans is not None:
+        return chain(first, documents), False
+    text = first[0].text
+    least, parts = len(text) // PARTS, [""]
+    for paragraph in re.findall(r".+?(?:\n\s*\n|\Z)", text, re.DOTALL):
+        if len(parts[-1]) > least:
+            parts.append("")
+        parts[-1] += paragraph
+    if len(parts) == 1:
+        return iter(first), False
+    return (_Document(part, None, ends=number == len(parts)) for number, part in enumerate(parts, 1)), True
+
+
 def _documents(source: Source, tokenizer: Any, left: _Left) -> Iterator[_Document]:
+    shape: Shape | None = None
     for place, row in rows(source):
-        if source.format == "text":
+        if not source.is_chat:
             text = _text(row, source, place)
             if text.strip():
                 yield _document(place, text)
             else:
                 left.empty += 1
             continue
-        if source.wanted not in row:
-            raise UserError(f"{place}: no {source.wanted!r} in this row; it has: {', '.join(row) or 'nothing'}.")
-        rendered = render(row[source.wanted], tokenizer, place, row.get("tools"))
+        if shape is None:
+            shape = shape_of_rows(source, row, place)
+            log.info("%s: rows are conversations of the shape %s", source.name, shape.name)
+        rendered = render(shape.messages(row, place), tokenizer, place, row.get("tools"))
         if rendered is None:
             left.with_turn_marks += 1
         else:
@@ -222,7 +248,8 @@ def _document(place: str, text: str, spans: Spans | None = None) -> _Document:
 def _text(row: Row, source: Source, place: str) -> str:
     text = row.get(source.wanted)
     if not isinstance(text, str):
-        hint = " Conversations are read with format chat." if "messages" in row else ""
+        talks = [shape for shape in SHAPES.values() if all(name in row for name in shape.needs)]
+        hint = f" Conversations ({talks[0].name}) are read with --dataloader.format chat." if talks else ""
         raise UserError(f"{place}: expected a string {source.wanted!r}, found {str(row)[:80]!r}.{hint}")
     return text
 
@@ -248,7 +275,7 @@ def _encode(documents: Sequence[_Document], tokenizer: Any) -> Iterable[Encoded]
     encodings = backend.encode_batch([d.text for d in documents], add_special_tokens=False)
     for document, encoding in zip(documents, encodings, strict=True):
         if document.spans is None:
-            yield np.array([*encoding.ids, *ending], np.int32), None
+            yield np.array([*encoding.ids, *(ending if document.ends else [])], np.int32), None
         else:
             yield np.array(encoding.ids, np.int32), _learned(encoding.offsets, document.spans)
 

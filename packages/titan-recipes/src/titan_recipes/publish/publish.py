@@ -92,7 +92,7 @@ def _reference_losses(config: Any, tokenizer: Any) -> dict[str, float]:
         return {}
     if config.validator.dataloader.split != "validation":
         return {}
-    if config.dataloader.format != "text" or any(source.format != "text" for source in config.dataloader.sources):
+    if config.dataloader.format != "text" or any(source.is_chat for source in config.dataloader.sources):
         return {}  # the loss is over assistant turns, the references over every token
     train, validation = split_documents(config.dataloader, tokenizer)
     if int(train.sizes_N.sum()) > COUNTED_TOKENS:
