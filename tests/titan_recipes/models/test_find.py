@@ -163,3 +163,82 @@ def test_another_model_reaches_a_loss_that_wraps_another():
     config = Trainer.Config(model_spec=native("debug"), loss=loss)
     use_model(config, "0.6B")
     assert config.loss.loss_fn.global_vocab_size == 151936
+
+
+WEIGHTLESS = {
+    "pytorch_model.bin": "PyTorch's pickled format",
+    "pytorch_model-00001-of-00002.bin": "PyTorch's pickled format",
+    "consolidated.00.pth": "a pickled format",
+    "model.Q4_K_M.gguf": "a quantised format",
+    "model.safetensors.index.json": "an index whose files are not there",
+    "model.safetensors.incomplete": "a download that did not end",
+    ".cache/huggingface/download/abc.incomplete": "a download that did not end",
+    "adapter_config.json": r"an adapter \(LoRA\) alone",
+    "adapter_model.bin": r"an adapter \(LoRA\) alone",
+    "__0_0.distcp": r"without \.metadata",
+    "original/model.safetensors": "weights in a folder inside",
+    "checkpoint/step-10/.metadata": "TorchTitan steps in a folder inside",
+    "step-10/.metadata": "a TorchTitan step in a folder inside",
+}
+
+
+def with_files(folder, *names):
+    write(folder)
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    return folder
+
+
+def recipe(weights=None):
+    from titan_recipes.models.spec import native
+    from titan_recipes.train.trainer import Trainer
+
+    config = Trainer.Config(model_spec=native("debug"))
+    config.checkpoint.initial_load_path, config.checkpoint.initial_load_in_hf = weights, weights is not None
+    return config
+
+
+@pytest.mark.parametrize("name", WEIGHTLESS)
+def test_weights_that_cannot_be_read_are_named_and_never_taken_for_none(tmp_path, name):
+    """Else a run would train from random weights and say no more than "random initialisation"."""
+    from titan_recipes.models.spec import use_model
+
+    config = recipe()
+    with pytest.raises(UserError, match=rf"(?s)has no weights that can be read.*{WEIGHTLESS[name]}"):
+        use_model(config, with_files(tmp_path / "m", name))
+    use_model(config, tmp_path / "m", weights=False)
+    assert config.checkpoint.initial_load_path is None
+
+
+def test_a_folder_of_sizes_alone_does_not_take_the_recipes_weights(tmp_path):
+    """With an equal config it would have trained the recipe's weights on the folder's tokenizer."""
+    from titan_recipes.models.spec import use_model
+
+    folder = with_files(tmp_path / "m", "tokenizer.json", "README.md", "generation_config.json")
+    use_model(recipe(), folder)
+    with pytest.raises(UserError, match=r"has no weights.*\n.*The recipe starts from weights \(/weights/of/debug\)"):
+        use_model(recipe("/weights/of/debug"), folder)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_folder_gives_its_weights_or_is_refused_when_something_says_it_should_have_some(tmp_path, seed):
+    import random
+
+    from titan_recipes.models.spec import use_model
+
+    draw = random.Random(seed)
+    harmless = ["tokenizer.json", "README.md", "LICENSE", "merges.txt", "figures/loss.png", ".gitattributes"]
+    names = draw.sample(harmless, draw.randrange(4)) + draw.sample(sorted(WEIGHTLESS), draw.randrange(3))
+    if draw.random() < 0.3:
+        names.append("model.safetensors")
+    folder, config = with_files(tmp_path / "m", *names), recipe()
+    if "model.safetensors" in names:
+        use_model(config, folder)
+        assert config.checkpoint.initial_load_path == str(folder)
+    elif any(name in WEIGHTLESS for name in names):
+        with pytest.raises(UserError, match="has no weights that can be read"):
+            use_model(config, folder)
+    else:
+        use_model(config, folder)
+        assert config.checkpoint.initial_load_path is None

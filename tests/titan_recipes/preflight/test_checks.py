@@ -262,3 +262,16 @@ def test_what_works_is_not_refused():
     for route in ("native", "transformers"):
         check_layout(config(route, context_parallel_degree=2, pipeline_parallel_degree=2, tensor_parallel_degree=2))
         check_layout(config(route, context_parallel_degree=4, context_parallel_load_balancer=None))
+
+
+def test_a_folder_named_for_its_weights_has_them_whole(tmp_path):
+    (tmp_path / "m").mkdir()
+    asked = built(tmp_path, "--checkpoint.initial_load_path", str(tmp_path / "m"), "--checkpoint.initial_load_in_hf")
+    (tmp_path / "m" / "pytorch_model.bin").touch()
+    with pytest.raises(UserError, match=r"(?s)has no weights that can be read.*pytorch_model\.bin: PyTorch's pickled"):
+        check(asked, 1, resume=False)
+    (tmp_path / "m" / "model-00001-of-00002.safetensors").touch()
+    names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (tmp_path / "m" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(UserError, match=r"lacks 1 of the files that its index names: model-00002-of-00002"):
+        check(asked, 1, resume=False)

@@ -17,7 +17,7 @@ from qwen3_core import MODELS, Qwen3Config
 from ..checkpoint.steps import ASSETS, is_step
 from ..errors import UserError
 
-__all__ = ["Model", "ModelSource", "find_model", "refuse_remote_code"]
+__all__ = ["Model", "ModelSource", "find_model", "missing_shards", "refuse_remote_code", "unreadable_weights"]
 
 Model = str | os.PathLike[str] | Qwen3Config
 """A Qwen3Config; a folder with a config.json; a Hub id (org/name[@revision]) in the local cache; a name of
@@ -42,6 +42,11 @@ class ModelSource:
         if self.folder is None:
             return None
         return self.folder if self.is_step or any(self.folder.glob("*.safetensors")) else None
+
+    @property
+    def unreadable(self) -> list[str]:
+        """What lies in the folder in the place of weights that can be read; see `unreadable_weights`."""
+        return [] if self.folder is None or self.weights is not None else unreadable_weights(self.folder)
 
     @property
     def is_step(self) -> bool:
@@ -87,6 +92,48 @@ def find_model(model: Model) -> ModelSource:
         f"There is no model {text!r}: not a folder, not a Hub id (org/name), not a known name.{hint}\nKnown: "
         f"{', '.join(MODELS)}."
     )
+
+
+def unreadable_weights(folder: Path) -> list[str]:
+    """Return a line for each thing in a folder without weights that says that there should be some.
+
+    Such as weights of another format, an index without its shards, a download that did not end, an adapter alone, weights
+    in a folder inside. "Nothing found" is not "nothing wanted".
+    """
+    found = []
+    for pattern, what in _SIGNS_OF_WEIGHTS:
+        names = sorted(str(file.relative_to(folder)) for file in folder.glob(pattern))
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            found.append(f"{names[0]}{more}: {what}")
+    return found
+
+
+def missing_shards(folder: Path) -> list[str]:
+    """Return the files that an index of safetensors names and that are not in the folder."""
+    found: set[str] = set()
+    for index in folder.glob("*.safetensors.index.json"):
+        try:
+            found |= set(map(str, json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise UserError(f"{index} is no index of shards: it has no weight_map. Download it again.") from None
+    return sorted(name for name in found if not (folder / name).is_file())
+
+
+_SIGNS_OF_WEIGHTS = (
+    ("*.safetensors.index.json", "an index whose files are not there; download them again"),
+    ("adapter_*", "an adapter (LoRA) alone; merge it into its model first (PEFT's merge_and_unload)"),
+    ("*.bin", "PyTorch's pickled format; save it again with Transformers' save_pretrained, which writes safetensors"),
+    ("*.pt*", "a pickled format; save it as safetensors"),
+    ("*.gguf", "a quantised format; take the model's safetensors"),
+    ("*.distcp", "a TorchTitan step without .metadata, which is written last: a save that never finished"),
+    ("**/*.incomplete", "a download that did not end; run it again"),
+    ("**/*.part", "a download that did not end; run it again"),
+    ("*.safetensors.*", "no name of finished weights; rename or download it again"),
+    ("?*/*.safetensors", "weights in a folder inside; name that folder"),
+    ("?*/.metadata", "a TorchTitan step in a folder inside; name that folder"),
+    ("?*/step-*/.metadata", "TorchTitan steps in a folder inside; name one of them"),
+)
 
 
 def _from_folder(folder: Path, name: str) -> ModelSource:

@@ -23,7 +23,7 @@ from ..checkpoint.state_dict import BackendStateDictAdapter
 from ..errors import UserError
 from ..moe.layer import keep_choices
 from .attention import Mask, MaskedQwen3Model
-from .find import Model, find_model
+from .find import Model, ModelSource, find_model
 from .native import native
 
 if TYPE_CHECKING:
@@ -134,8 +134,7 @@ def use_model(
             model,
             config.hf_assets_path,
         )
-    if weights and source.weights is None:
-        raise UserError(f"{model} has no weights: neither *.safetensors nor a TorchTitan step.")
+    _refuse_missing_weights(config, source, weights)
     if source.weights is not None and weights is not False:
         config.checkpoint.initial_load_path = str(source.weights)
         config.checkpoint.initial_load_in_hf = True  # a step too: read through the same table, it starts any route
@@ -146,6 +145,25 @@ def use_model(
             config.checkpoint.initial_load_path,
         )
         config.checkpoint.initial_load_path, config.checkpoint.initial_load_in_hf = None, False
+
+
+def _refuse_missing_weights(config: "Trainer.Config", source: ModelSource, weights: bool | None) -> None:
+    """UserError where weights were wanted and none were found; a folder of sizes alone is one with nothing that says otherwise."""
+    if weights is False or source.weights is not None:
+        return
+    found = "".join(f"\n  {line}" for line in source.unreadable)
+    none = (
+        f"{source.folder or source.name} has no weights that can be read: neither *.safetensors nor a TorchTitan step."
+    )
+    if found:
+        raise UserError(f"{none} There:{found}\nFor its sizes alone, name a folder with config.json and no more.")
+    if weights:
+        raise UserError(none)
+    if source.folder is not None and config.checkpoint.initial_load_path:
+        raise UserError(
+            f"{none}\nThe recipe starts from weights ({config.checkpoint.initial_load_path}); those are another model's. Name a folder "
+            "with weights, or a recipe that starts from random ones."
+        )
 
 
 def _respecified(old: ModelSpec, qwen3: Qwen3Config, route: str, flavor: str) -> ModelSpec:

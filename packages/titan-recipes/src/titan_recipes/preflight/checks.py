@@ -8,7 +8,7 @@ from ..checkpoint.steps import ASSETS, complete_steps, is_step
 from ..data.loader import TextDataLoader, check_parts, stores_of
 from ..errors import UserError
 from ..logs import say
-from ..models.find import refuse_remote_code
+from ..models.find import missing_shards, refuse_remote_code, unreadable_weights
 from ..train.validation import validation_data
 from .layout import check_layout
 
@@ -128,4 +128,16 @@ def _check_weights(config: Any, resume: bool) -> None:
         raise UserError(
             f"checkpoint.initial_load_path {path} is no TorchTitan step (it has no .metadata).\n"
             "For a Hugging Face folder add --checkpoint.initial_load_in_hf."
+        )
+    if is_step(folder):
+        return
+    if not any(folder.glob("*.safetensors")):
+        found = "".join(f"\n  {line}" for line in unreadable_weights(folder))
+        raise UserError(
+            f"checkpoint.initial_load_path {path} has no weights that can be read: neither *.safetensors nor a TorchTitan step."
+            f"{' There:' if found else ''}{found}"
+        )
+    if missing := missing_shards(folder):
+        raise UserError(
+            f"{path} lacks {len(missing)} of the files that its index names: {', '.join(missing[:3])}. Download it again."
         )
