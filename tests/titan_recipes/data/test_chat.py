@@ -253,7 +253,9 @@ LOST = "<think>\na\n</think>\n\nThe closing tag </think> ends it."
 
 
 def test_words_that_a_template_cuts_out_of_an_answer_are_refused(tmp_path):
-    """Qwen3's template takes everything before the last closing mark for thinking: only ` ends it.` would be learned."""
+    """Qwen3's template takes everything before the last closing mark for thinking: only ` ends it.` would be
+    learned.
+    """
     tok = tokenizer(tmp_path, THINKING)
     fine = "<think>\na\n</think>\n\nIt ends."
     assert learned([QUESTION, ANSWER | {"content": fine}], tok) == [fine + "<|im_end|>"]

@@ -1,5 +1,5 @@
-"""Contract: conversations as people have them become the same messages, whatever their shape and file; a shape that fits none or two
-is asked about."""
+"""Contract: conversations as people have them become the same messages, whatever their shape and file; a shape that
+fits none or two is asked about."""
 
 import csv
 import json

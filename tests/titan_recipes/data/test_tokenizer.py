@@ -1,5 +1,5 @@
-"""Contract: what a training token is, no state that a tokenizer's files carry for another use changes: ids of a text are the
-model's with nothing added, ids of a conversation are `apply_chat_template`'s."""
+"""Contract: what a training token is, no state that a tokenizer's files carry for another use changes: ids of a text
+are the model's with nothing added, ids of a conversation are `apply_chat_template`'s."""
 
 import json
 import shutil

@@ -1,12 +1,12 @@
 """Conversations as text, by the chat template that ships with the tokenizer, and which of it the assistant said.
 
-A template may mark what the assistant says with `{% generation %}`. Qwen's do not; they mark turns as ChatML: <|im_start|>ROLE,
-a newline, the content, <|im_end|>. There each assistant turn is learned from after its header up to and including <|im_end|>. The
-turns are found in the rendered text, not by rendering prefixes: Qwen3's template writes a turn differently when it is the last
-(thinking is kept only there).
+A template may mark what the assistant says with `{% generation %}`. Qwen's do not; they mark turns as ChatML:
+<|im_start|>ROLE, a newline, the content, <|im_end|>. There each assistant turn is learned from after its header up to and
+including <|im_end|>. The turns are found in the rendered text, not by rendering prefixes: Qwen3's template writes a turn
+differently when it is the last (thinking is kept only there).
 
-Whether the template wrote what was given is found by rendering twice, the second time with a mark before and after what each
-turn says: between its marks stands all of it, and without them the two texts are the same.
+Whether the template wrote what was given is found by rendering twice, the second time with a mark before and after what
+each turn says: between its marks stands all of it, and without them the two texts are the same.
 """
 
 import json
@@ -37,7 +37,9 @@ Message = dict[str, Any]
 
 
 def ready_template(tokenizer: Any) -> bool:
-    """True when the tokenizer has a chat template; else plain ChatML is set, which needs its two marks in the vocabulary."""
+    """True when the tokenizer has a chat template; else plain ChatML is set, which needs its two marks in the
+    vocabulary.
+    """
     if not isinstance(tokenizer, TrainingTokenizer):
         raise UserError(f"{type(tokenizer).__name__} renders no chat template; chat data needs TorchTitan's tokenizer.")
     if tokenizer.templates:
@@ -60,12 +62,12 @@ class _Rendered:
 
 
 def render(messages: Any, tokenizer: TrainingTokenizer, place: str, tools: Any = None) -> tuple[str, Spans] | None:
-    """The conversation's text and the [begin, end) character spans that are learned: the assistant's turns, but for those
-    that a message keeps out (`weight: 0`).
+    """The conversation's text and the [begin, end) character spans that are learned: the assistant's turns, but for
+    those that a message keeps out (`weight: 0`).
 
-    None when a message's own text, or a tool's, contains a turn's mark: it would be read as one, and foreign words learned
-    as the assistant's. Raises UserError, naming `place`, for what is no conversation and for a message that the template
-    leaves out.
+    None when a message's own text, or a tool's, contains a turn's mark: it would be read as one, and foreign words
+    learned as the assistant's. Raises UserError, naming `place`, for what is no conversation and for a message that the
+    template leaves out.
     """
     talk, learned = read_messages(messages, place)
     tools = read_tools(tools, place)
@@ -75,7 +77,8 @@ def render(messages: Any, tokenizer: TrainingTokenizer, place: str, tools: Any =
     rendered = _render(talk, tokenizer, place, tools)
     if len(rendered.turns) != len(said):
         raise UserError(
-            f"{place}: {len(said)} assistant messages, but the chat template rendered {len(rendered.turns)} turns of the form "
+            f"{place}: {len(said)} assistant messages, but the chat template rendered {len(rendered.turns)} turns "
+            "of the form "
             f"{START}assistant ... {END} or between {{% generation %}} marks.\n"
             "Chat data is supported for templates that mark turns so, as Qwen's do."
         )
@@ -96,14 +99,17 @@ def _render(talk: list[Message], tokenizer: TrainingTokenizer, place: str, tools
 
 def _lost(place: str, what: str, words: str, advice: str = "") -> UserError:
     advice = advice or (
-        "Qwen's templates write the roles system, user, assistant and tool, and the tools; use one, or take what it cannot "
+        "Qwen's templates write the roles system, user, assistant and tool, and the tools; use one, or take what "
+        "it cannot "
         "write out of the data."
     )
     return UserError(f"{place}: the chat template leaves out {what}, {words[:60]!r}. {advice}")
 
 
 def _check_all_there(talk: list[Message], tools: list[Message], rendered: _Rendered, place: str) -> None:
-    """UserError for words that the text does not have where they belong: before, in or after the turn that they are of."""
+    """UserError for words that the text does not have where they belong: before, in or after the turn that they are
+    of.
+    """
     text, turns = rendered.text, iter([*rendered.turns, (len(rendered.text), len(rendered.text))])
     after, (begin, end) = 0, next(turns)
     for tool in tools:
@@ -149,7 +155,9 @@ def _words(value: Any) -> Iterator[str]:
 
 
 def _check_answers(talk: list[Message], rendered: _Rendered, again: Any, place: str) -> None:
-    """UserError for an answer of which the template writes a part, or beside which it writes something that was not said."""
+    """UserError for an answer of which the template writes a part, or beside which it writes something that was not
+    said.
+    """
     last = len(talk) - 1
     marked, answers = [], {}
     for number, message in enumerate(talk):

@@ -50,7 +50,9 @@ class TextDataLoader(BaseDataLoader):
         """
 
         dataset_path: str | None = None
-        """A .jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, .md or .rst file, or a folder of them; .gz and .zst, too."""
+        """A .jsonl, .json, .csv, .tsv, .parquet, .arrow, .txt, .md or .rst file, or a folder of them; .gz and .zst,
+        too.
+        """
 
         documents: Annotated[Callable[[], Sequence[Any]] | None, tyro.conf.Suppress] = None
         """A function that returns the documents (recipes only). It wins over dataset and dataset_path."""
@@ -59,7 +61,8 @@ class TextDataLoader(BaseDataLoader):
         """Several sources, with or without weights (recipes only). They win over all of the above."""
 
         format: Format = "text"
-        """text: rows hold a text to continue. chat: rows hold conversations, of a shape that their fields tell, and only the
+        """text: rows hold a text to continue. chat: rows hold conversations, of a shape that their fields tell, and
+        only the
         assistant's turns are learned. messages, sharegpt, prompt-completion and alpaca name the shape."""
 
         column: str | None = None

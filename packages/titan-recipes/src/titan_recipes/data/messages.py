@@ -1,7 +1,8 @@
-"""The fields of a message: which are read, which are harmless, and which would change what is learned without being read.
+"""The fields of a message: which are read, which are harmless, and which would change what is learned without being
+read.
 
-A field that changes what is learned is heeded or refused, and never dropped. So a field that is not in these tables, and is
-not empty, is an error that names it.
+A field that changes what is learned is heeded or refused, and never dropped. So a field that is not in these tables,
+and is not empty, is an error that names it.
 """
 
 import json

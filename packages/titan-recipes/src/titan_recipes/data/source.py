@@ -1,10 +1,10 @@
 """Where documents come from: rows of a file, a folder, a Hub dataset or a function, one at a time, each with its place.
 
-A row is a dict. Text files are one row each, {"text": ...}; rows of JSON, CSV, Parquet and Arrow are taken as they are. Nothing
-here knows about tokens.
+A row is a dict. Text files are one row each, {"text": ...}; rows of JSON, CSV, Parquet and Arrow are taken as they are.
+Nothing here knows about tokens.
 
-JSON and CSV are read by Python and not by `datasets`, which gives all rows one schema: it fills in fields that a row does not
-have, and takes a column of digits for numbers.
+JSON and CSV are read by Python and not by `datasets`, which gives all rows one schema: it fills in fields that a row
+does not have, and takes a column of digits for numbers.
 """
 
 import csv
@@ -22,7 +22,9 @@ from .shapes import SHAPES, Row, Shape, shape_of
 __all__ = ["SUFFIXES", "Format", "Row", "Source", "files_of", "rows", "shape_of_rows"]
 
 Format = Literal["text", "chat", "messages", "sharegpt", "prompt-completion", "alpaca"]
-"""What rows hold: a text to continue, or conversations: of a shape that their fields tell (chat), or of the named one."""
+"""What rows hold: a text to continue, or conversations: of a shape that their fields tell (chat), or of the named
+one.
+"""
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst")
 LINES_SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".json", ".csv", ".tsv")
@@ -37,7 +39,8 @@ class Source:
     """One place that training documents come from: exactly one of `path`, `hub` and `documents` is set."""
 
     path: str | None = None
-    """A file, or a folder that is searched for files, in name order: .txt .md .rst .jsonl .json .csv .tsv, also with .gz or .zst after
+    """A file, or a folder that is searched for files, in name order: .txt .md .rst .jsonl .json .csv .tsv, also with
+    .gz or .zst after
     it, .parquet .arrow."""
 
     hub: str | None = None
@@ -230,7 +233,8 @@ def _jsonl_or_object(file: Path, source: Source) -> Iterator[tuple[str, Row]]:
     lists = [name for name, value in found.items() if isinstance(value, list)] if isinstance(found, dict) else []
     if isinstance(found, dict) and lists and not {"messages", "conversations", "prompt", source.wanted} & found.keys():
         raise UserError(
-            f"{file} is one object with {', '.join(map(repr, found))}; expected an array of rows. Write {lists[0]!r} as a file of its own."
+            f"{file} is one object with {', '.join(map(repr, found))}; expected an array of rows. Write "
+            f"{lists[0]!r} as a file of its own."
         )
     if isinstance(found, dict):
         yield str(file), found
@@ -289,7 +293,9 @@ def _arrow_rows(file: Path, source: Source) -> Iterator[tuple[str, Row]]:
 
 
 def _columns(file: Path, source: Source, names: Sequence[str]) -> list[str]:
-    """The columns to read: the wanted one; or those of a conversation's shape, and the tools that a chat template may list."""
+    """The columns to read: the wanted one; or those of a conversation's shape, and the tools that a chat template
+    may list.
+    """
     if source.is_chat:
         shape = shape_of(names, source.format, source.column, str(file))
         missing = [name for name in shape.needs if name not in names]

@@ -1,11 +1,11 @@
 """The tokenizer of a run: TorchTitan's, without the state that its files carry for another use.
 
 What a training token is, is decided here and nowhere else. The ids of a text are those of the tokenizer's model, with
-nothing added, cut or filled in, and the end-of-text token after them. The ids of a conversation are those of Transformers'
-`apply_chat_template`, which renders it here too.
+nothing added, cut or filled in, and the end-of-text token after them. The ids of a conversation are those of
+Transformers' `apply_chat_template`, which renders it here too.
 
-tokenizer.json may hold a length to cut at and a length to fill up to, since Transformers saves those of the last call; and a
-post-processor, which adds tokens to what a classifier reads. None of the three is about training text.
+tokenizer.json may hold a length to cut at and a length to fill up to, since Transformers saves those of the last call;
+and a post-processor, which adds tokens to what a classifier reads. None of the three is about training text.
 """
 
 import re
@@ -51,7 +51,8 @@ class TrainingTokenizer(HuggingFaceTokenizer):
         return tokenizer
 
     def set_chat_template(self, template: str | Sequence[dict[str, str]] | None) -> None:
-        """Keep a chat template, or a list of named ones as tokenizer_config.json may have. It is compiled when it is used.
+        """Keep a chat template, or a list of named ones as tokenizer_config.json may have. It is compiled when it is
+        used.
 
         Raises:
             UserError: the list is not one of names and templates.
@@ -63,7 +64,8 @@ class TrainingTokenizer(HuggingFaceTokenizer):
             self.templates = {str(one["name"]): str(one["template"]) for one in template}
         except (TypeError, KeyError):
             raise UserError(
-                f"The chat_template in {self.tokenizer_path} is {str(template)[:80]!r}; expected a template, or a list of "
+                f"The chat_template in {self.tokenizer_path} is {str(template)[:80]!r}; expected a template, or a "
+                "list of "
                 '{"name": ..., "template": ...}.'
             ) from None
 
@@ -77,7 +79,8 @@ class TrainingTokenizer(HuggingFaceTokenizer):
             return self.templates["tool_use"]
         if "default" not in self.templates:
             raise UserError(
-                f"The tokenizer in {self.tokenizer_path} has the chat templates {', '.join(self.templates) or 'none'}, and no default. "
+                f"The tokenizer in {self.tokenizer_path} has the chat templates "
+                f"{', '.join(self.templates) or 'none'}, and no default. "
                 "Write the one to train with to chat_template.jinja in that folder."
             )
         return self.templates["default"]
@@ -86,8 +89,8 @@ class TrainingTokenizer(HuggingFaceTokenizer):
         """Render a conversation as Transformers does.
 
         Returns:
-            The text, and the [begin, end) character spans that the template marks with `{% generation %}`. None in their
-            place when the template marks nothing.
+            The text, and the [begin, end) character spans that the template marks with `{% generation %}`. None in
+            their place when the template marks nothing.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -115,7 +118,9 @@ class TrainingTokenizer(HuggingFaceTokenizer):
 
 @lru_cache(maxsize=4)
 def training_tokenizer(tokenizer: BaseTokenizer) -> BaseTokenizer:
-    """Return the tokenizer to make training tokens with: TorchTitan's stock one loaded anew as this module's, any other as it is."""
+    """Return the tokenizer to make training tokens with: TorchTitan's stock one loaded anew as this module's, any
+    other as it is.
+    """
     if type(tokenizer) is HuggingFaceTokenizer:
         return TrainingTokenizer(tokenizer_path=tokenizer.tokenizer_path)
     return tokenizer

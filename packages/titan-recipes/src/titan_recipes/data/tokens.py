@@ -200,7 +200,9 @@ def _write(folder: Path, source: Source, tokenizer: Any) -> None:
 
 
 def _in_parts(documents: Iterator[_Document]) -> tuple[Iterator[_Document], bool]:
-    """The documents; one text alone in parts of whole paragraphs, so that some of it can be held out. And whether it was one."""
+    """The documents; one text alone in parts of whole paragraphs, so that some of it can be held out. And whether it
+    was one.
+    """
     first = list(islice(documents, 2))
     if len(first) != 1 or first[0].spans is not None:
         return chain(first, documents), False
@@ -290,7 +292,9 @@ def _learned(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]
 
 
 def _backend(tokenizer: Any) -> Any:
-    """The `tokenizers.Tokenizer` inside TorchTitan's, which encodes many texts at once and knows each token's characters."""
+    """The `tokenizers.Tokenizer` inside TorchTitan's, which encodes many texts at once and knows each token's
+    characters.
+    """
     return tokenizer.tokenizer if type(tokenizer) is TrainingTokenizer else None
 
 

@@ -97,8 +97,8 @@ def find_model(model: Model) -> ModelSource:
 def unreadable_weights(folder: Path) -> list[str]:
     """Return a line for each thing in a folder without weights that says that there should be some.
 
-    Such as weights of another format, an index without its shards, a download that did not end, an adapter alone, weights
-    in a folder inside. "Nothing found" is not "nothing wanted".
+    Such as weights of another format, an index without its shards, a download that did not end, an adapter alone,
+    weights in a folder inside. "Nothing found" is not "nothing wanted".
     """
     found = []
     for pattern, what in _SIGNS_OF_WEIGHTS:

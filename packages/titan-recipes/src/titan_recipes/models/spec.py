@@ -148,7 +148,9 @@ def use_model(
 
 
 def _refuse_missing_weights(config: "Trainer.Config", source: ModelSource, weights: bool | None) -> None:
-    """UserError where weights were wanted and none were found; a folder of sizes alone is one with nothing that says otherwise."""
+    """UserError where weights were wanted and none were found; a folder of sizes alone is one with nothing that says
+    otherwise.
+    """
     if weights is False or source.weights is not None:
         return
     found = "".join(f"\n  {line}" for line in source.unreadable)
@@ -161,7 +163,8 @@ def _refuse_missing_weights(config: "Trainer.Config", source: ModelSource, weigh
         raise UserError(none)
     if source.folder is not None and config.checkpoint.initial_load_path:
         raise UserError(
-            f"{none}\nThe recipe starts from weights ({config.checkpoint.initial_load_path}); those are another model's. Name a folder "
+            f"{none}\nThe recipe starts from weights ({config.checkpoint.initial_load_path}); those are another "
+            "model's. Name a folder "
             "with weights, or a recipe that starts from random ones."
         )
 

@@ -58,14 +58,18 @@ def _check_tokenizer(config: Any) -> Any:
     largest = max(tokenizer.get_vocab().values(), default=0)
     if largest >= rows:
         raise UserError(
-            f"The tokenizer in {folder} has ids up to {largest}, but the model has {rows} embedding rows (ids 0 to {rows - 1}).\n"
-            f"Set vocab_size to at least {largest + 1} in the recipe, or point --hf_assets_path at the model's own tokenizer."
+            f"The tokenizer in {folder} has ids up to {largest}, but the model has {rows} embedding rows (ids 0 "
+            f"to {rows - 1}).\n"
+            f"Set vocab_size to at least {largest + 1} in the recipe, or point --hf_assets_path at the model's "
+            "own tokenizer."
         )
     return tokenizer
 
 
 def _check_data(config: Any, tokenizer: Any) -> None:
-    """Tokenise what the run will read, unless that was done before, say how much it is, and that each part of it has some."""
+    """Tokenise what the run will read, unless that was done before, say how much it is, and that each part of it has
+    some.
+    """
     loaders = [config.dataloader, *([validation_data(config)] if config.validator.enable else [])]
     loaders = [loader for loader in loaders if isinstance(loader, TextDataLoader.Config)]
     if not loaders:
@@ -134,10 +138,12 @@ def _check_weights(config: Any, resume: bool) -> None:
     if not any(folder.glob("*.safetensors")):
         found = "".join(f"\n  {line}" for line in unreadable_weights(folder))
         raise UserError(
-            f"checkpoint.initial_load_path {path} has no weights that can be read: neither *.safetensors nor a TorchTitan step."
+            f"checkpoint.initial_load_path {path} has no weights that can be read: neither *.safetensors nor a "
+            "TorchTitan step."
             f"{' There:' if found else ''}{found}"
         )
     if missing := missing_shards(folder):
         raise UserError(
-            f"{path} lacks {len(missing)} of the files that its index names: {', '.join(missing[:3])}. Download it again."
+            f"{path} lacks {len(missing)} of the files that its index names: {', '.join(missing[:3])}. Download "
+            "it again."
         )
