@@ -196,6 +196,7 @@ def recipe(weights=None):
 
     config = Trainer.Config(model_spec=native("debug"))
     config.checkpoint.initial_load_path, config.checkpoint.initial_load_in_hf = weights, weights is not None
+    config.checkpoint.enable = True
     return config
 
 
@@ -242,3 +243,18 @@ def test_any_folder_gives_its_weights_or_is_refused_when_something_says_it_shoul
     else:
         use_model(config, folder)
         assert config.checkpoint.initial_load_path is None
+
+
+def test_an_export_has_the_dtype_of_the_folder_that_training_started_from(tmp_path):
+    """Else fine-tuning a bfloat16 folder leaves one of twice its size."""
+    import torch
+    from titan_recipes.models.spec import published_dtype
+
+    folder = with_files(tmp_path / "m", "model.safetensors")
+    content = json.loads((folder / "config.json").read_text())
+    for name in ("bfloat16", "float16", "float32"):
+        for key in ("torch_dtype", "dtype"):
+            others = {k: v for k, v in content.items() if k not in ("dtype", "torch_dtype")}
+            (folder / "config.json").write_text(json.dumps(others | {key: name}))
+            assert published_dtype(recipe(str(folder))) == getattr(torch, name)
+    assert published_dtype(recipe()) == torch.float32

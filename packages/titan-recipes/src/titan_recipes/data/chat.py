@@ -1,9 +1,9 @@
 """Conversations as text, by the chat template that ships with the tokenizer, and which of it the assistant said.
 
 A template may mark what the assistant says with `{% generation %}`. Qwen's do not; they mark turns as ChatML:
-<|im_start|>ROLE, a newline, the content, <|im_end|>. There each assistant turn is learned from after its header up to and
-including <|im_end|>. The turns are found in the rendered text, not by rendering prefixes: Qwen3's template writes a turn
-differently when it is the last (thinking is kept only there).
+<|im_start|>ROLE, a newline, the content, <|im_end|>. There each assistant turn is learned from after its header to the
+end of its <|im_end|>. The turns are found in the rendered text, not by rendering prefixes: Qwen3's template writes a
+turn differently when it is the last (thinking is kept only there).
 
 Whether the template wrote what was given is found by rendering twice, the second time with a mark before and after what
 each turn says: between its marks stands all of it, and without them the two texts are the same.

@@ -11,15 +11,17 @@ qwen3-core computes from the same weights, and start from its initial distributi
 import logging
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from qwen3_core import Qwen3Config
-from torchtitan.config import Configurable
+from torchtitan.config import TORCH_DTYPE_MAP, Configurable
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
 from ..checkpoint.state_dict import BackendStateDictAdapter
+from ..checkpoint.steps import ASSETS, is_step
 from ..errors import UserError
 from ..moe.layer import keep_choices
 from .attention import Mask, MaskedQwen3Model
@@ -35,6 +37,7 @@ __all__ = [
     "is_tied",
     "model_spec",
     "native",
+    "published_dtype",
     "qwen3_of",
     "route_of",
     "swaps",
@@ -207,3 +210,20 @@ def hf_config(model: Any, *, dtype: torch.dtype) -> dict[str, Any] | None:
         return None
     written: dict[str, Any] = replace(config, dtype=str(dtype).removeprefix("torch.")).to_hf()
     return written
+
+
+def published_dtype(config: "Trainer.Config") -> torch.dtype:
+    """Return the dtype that a run's weights are published in.
+
+    It is that of the folder which training starts from, so that a fine-tuned bfloat16 model is no larger than it was;
+    without one, that of the trained weights. The checkpoint keeps those as they are.
+    """
+    path = config.checkpoint.initial_load_path if config.checkpoint.enable else None
+    folder = Path(path) if path else None
+    if folder is not None and folder.is_dir():
+        described = folder / ASSETS if is_step(folder) else folder
+        if (described / "config.json").is_file():
+            named = Qwen3Config.from_hf(described).dtype
+            if named in ("float32", "bfloat16", "float16"):
+                return getattr(torch, named)  # type: ignore[no-any-return]
+    return TORCH_DTYPE_MAP[config.training.dtype]

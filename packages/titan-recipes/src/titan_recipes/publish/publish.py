@@ -14,11 +14,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hf_ckpt_adapter import export_step
 from safetensors.torch import save_file
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.spmd_types import set_spmd_meshes
 
 from ..checkpoint.steps import step_folder
 from ..data.loader import TextDataLoader, split_documents
 from ..environment import without_ranks
+from ..errors import UserError
 from ..logs import say
 from ..train.metrics import METRICS_FILE, read_metrics
 from ..train.trainer import Trainer
@@ -52,13 +54,24 @@ def publish(trainer: Trainer) -> None:
         for name, value in references.items():
             say(f"  {name:<22}{value:.4f}")
     say(f"checkpoint              {checkpoint}")
+    wrong = False
     if trainer.hf_config is not None:
         hf = run / "hf"
-        export_step(checkpoint, hf, overwrite=True)  # a resumed run replaces what it left before
+        report = export_step(checkpoint, hf, overwrite=True)  # a resumed run replaces what it left before
         say(f"hugging face folder     {hf}")
-        say(f"  {_reload_text(_check_reload(trainer, checkpoint, hf))}")
+        if trainer.published_dtype != TORCH_DTYPE_MAP[config.training.dtype]:
+            say(f"  {trainer.published_dtype}, as the folder that training started from".replace("torch.", ""))
+        if side := list(report.side_state):
+            say(f"  {len(side)} tensors of the checkpoint have no place there, such as {side[0]}")
+        for warning in report.warnings:
+            say(f"  warning: {warning}")
+        result = _check_reload(trainer, checkpoint, hf)
+        say(f"  {_reload_text(result)}")
+        wrong = not _is_good(result)
     say(f"loss curve              {curve}")
     say(f"metrics                 {run / METRICS_FILE}, TensorBoard in {run / config.metrics.save_tb_folder}")
+    if wrong:
+        raise UserError(f"{hf} is a wrong export, see above. The checkpoint is whole: {checkpoint}.")
 
 
 class Reload(TypedDict):
@@ -70,14 +83,18 @@ class Reload(TypedDict):
     max_difference: float
 
 
+def _is_good(result: Reload) -> bool:
+    # NaN is no difference that fits.
+    return not result["missing"] and not result["unexpected"] and result["max_difference"] <= LOGITS_TOLERANCE
+
+
 def _reload_text(result: Reload) -> str:
     missing, unexpected = result["missing"], result["unexpected"]
-    good = not missing and not unexpected and result["max_difference"] <= LOGITS_TOLERANCE
     text = (
         f"reloaded in Transformers {result['transformers']}: {len(missing)} missing keys, {len(unexpected)} "
         f"unexpected, largest float32 logit difference {result['max_difference']:.1e}"
     )
-    if good:
+    if _is_good(result):
         return text
     details = "".join(
         f"\n    {kind}: {', '.join(keys[:5])}"
@@ -130,6 +147,10 @@ def _native_model(trainer: Trainer, checkpoint: Path) -> torch.nn.Module:
     state = model.state_dict()
     dcp.load(state, checkpoint_id=str(checkpoint), no_dist=True)
     model.load_state_dict(state)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # What was published: rounded to its dtype, then computed with in float32 as it is in the fresh interpreter.
+            parameter.data = parameter.data.to(trainer.published_dtype).float()
     return model.float().eval()
 
 

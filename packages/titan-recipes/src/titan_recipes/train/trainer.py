@@ -15,7 +15,6 @@ from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed.utils import dist_sum
 from torchtitan.tools.utils import device_type
 
@@ -23,10 +22,11 @@ from ..checkpoint.assets import write_assets
 from ..checkpoint.completeness import check_written, guard_initialisation, states_of
 from ..checkpoint.manager import StepCheckpoints
 from ..data.loader import TextDataLoader
+from ..data.taught import taught
 from ..data.tokenizer import TrainingTokenizer
 from ..errors import UserError
 from ..logs import say
-from ..models.spec import hf_config, is_tied, swaps
+from ..models.spec import hf_config, is_tied, published_dtype, swaps
 from ..moe.kernels import check_overrides
 from ..moe.router import RoutingWatch
 from .first_loss import random_loss, report_first_loss
@@ -63,7 +63,8 @@ class Trainer(titan.Trainer):
     def __init__(self, config: Config) -> None:
         config.validator.dataloader = validation_data(config)
         assert config.model_spec is not None
-        self.hf_config = hf_config(config.model_spec.model, dtype=TORCH_DTYPE_MAP[config.training.dtype])
+        self.published_dtype = published_dtype(config)
+        self.hf_config = hf_config(config.model_spec.model, dtype=self.published_dtype)
         check_overrides(config, device_type)
         config.model_spec = guard_initialisation(config.model_spec)
         super().__init__(config)
@@ -232,6 +233,7 @@ class Trainer(titan.Trainer):
             config={"eos_token_id": eos} | self.hf_config,  # a published model names its own
             tokenizer_folder=Path(self.config.hf_assets_path),
             eos_token_id=eos,
+            taught=taught(self.config.dataloader, self.tokenizer),
             recipe=self.recipe,
             recipe_source=self.recipe_source,
         )
