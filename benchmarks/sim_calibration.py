@@ -132,7 +132,7 @@ def split(tile: Any) -> tuple[Any, Any]:
 
 
 def products(out: Any, left: tuple[Any, ...], right: tuple[Any, ...], first: bool) -> None:
-    """out (+)= left^T right: one product, or three of the split operands."""
+    """Add left^T right to out: one product, or three of the split operands."""
     pairs = [(left[0], right[0])] if len(left) == 1 else [(left[0], right[0]), (left[0], right[1]), (left[1], right[0])]
     for i, (a, b) in enumerate(pairs):
         nisa.nc_matmul(out, a, b, accumulate=not (first and i == 0))

@@ -1,7 +1,7 @@
 """Contract: a run's folder has one history.
 
-Going back sets later steps aside, a damaged step is skipped by name, a stop right after a resume saves nothing anew, and
-two starts never share a folder.
+Going back sets later steps aside, a damaged step is skipped by name, a stop right after a resume saves nothing anew,
+and two starts never share a folder.
 """
 
 import signal

@@ -38,13 +38,13 @@ THINKING = TEMPLATE.replace(
         {%- endif %}
         {{- '<|im_start|>assistant\\n' }}""",
 )
-"""As above, and thinking is taken out of the content at the last closing mark, as Qwen3's template does."""
+"""The template above, but thinking is taken out of the content at the last closing mark, as Qwen3's template does."""
 
 assert THINKING != TEMPLATE
 
 
 def tokenizer(folder: Path, template: str | None = TEMPLATE) -> TrainingTokenizer:
-    """In `folder`, with `template` (None: without any)."""
+    """Write one in `folder`, with `template` (None: without any)."""
     shutil.copyfile(FOLDER / "tokenizer.json", folder / "tokenizer.json")
     config = json.loads((FOLDER / "tokenizer_config.json").read_text())
     del config["chat_template"]

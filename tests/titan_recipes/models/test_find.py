@@ -213,7 +213,7 @@ def test_weights_that_cannot_be_read_are_named_and_never_taken_for_none(tmp_path
 
 
 def test_a_folder_of_sizes_alone_does_not_take_the_recipes_weights(tmp_path):
-    """With an equal config it would have trained the recipe's weights on the folder's tokenizer."""
+    """The run would have trained, with an equal config, the recipe's weights on the folder's tokenizer."""
     from titan_recipes.models.spec import use_model
 
     folder = with_files(tmp_path / "m", "tokenizer.json", "README.md", "generation_config.json")

@@ -232,7 +232,7 @@ def test_a_chat_template_of_any_kind_stops_no_run_on_texts(tmp_path, template):
 
 
 def test_a_token_past_the_models_rows_is_refused_wherever_it_is_named(tmp_path):
-    """In step 1 it would be an index error on a device."""
+    """It would be an index error on a device in step 1."""
     folder = own_tokenizer(tmp_path / "tok", pad_token="<|one more|>")
     with pytest.raises(UserError, match=r"tok has ids up to 2048, but the model has 2048 embedding rows"):
         check(built(tmp_path, "--hf_assets_path", str(folder)), 1, resume=False)

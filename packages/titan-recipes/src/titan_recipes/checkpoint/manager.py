@@ -134,7 +134,7 @@ class StepCheckpoints(CheckpointManager):
         return loaded
 
     def _set_aside_later(self, step: int) -> None:
-        """After a run went back to `step`, "newest" must not mean a step of the history that it left."""
+        """Move steps of the history that a run left by going back to `step`: "newest" must not mean one of them."""
         if dist.get_rank() != 0 or self.load_only:
             return
         moved = set_aside_later(Path(self.folder), step)

@@ -27,7 +27,7 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""For a tokenizer without a template of its own."""
+"""The template of a tokenizer that has none of its own."""
 
 _TURN = re.compile(re.escape(START) + r"assistant\n(.*?" + re.escape(END) + ")", re.DOTALL)
 _THOUGHT = re.compile(r"\s*<think>.*?</think>", re.DOTALL)
@@ -194,6 +194,6 @@ def _split_thought(content: str) -> tuple[str, str]:
 
 
 def _name(function: Any) -> str:
-    """Of a tool or of a call, as OpenAI nests them or not."""
+    """The name of a tool or of a call, nested as OpenAI does or not."""
     found = function.get("function", function) if isinstance(function, dict) else None
     return str(found.get("name", "")) if isinstance(found, dict) else ""

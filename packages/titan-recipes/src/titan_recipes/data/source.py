@@ -31,7 +31,7 @@ LINES_SUFFIXES = (*TEXT_SUFFIXES, ".jsonl", ".json", ".csv", ".tsv")
 SUFFIXES = (*LINES_SUFFIXES, ".parquet", ".arrow")
 
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
-"""By the suffix after one of LINES_SUFFIXES, the name that Arrow has for it."""
+"""Suffix after one of LINES_SUFFIXES -> the name that Arrow has for that compression."""
 
 
 @dataclass(frozen=True, kw_only=True)

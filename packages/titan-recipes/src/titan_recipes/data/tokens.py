@@ -36,7 +36,7 @@ FORMAT = 3
 """Raise when the contents of a store change meaning."""
 
 PARTS = 40
-"""Into about so many parts a text that is alone is cut."""
+"""The number of parts, about, that a text is cut into when it is the only one."""
 
 CHUNK = 1000
 """Documents that are tokenised together, in parallel."""

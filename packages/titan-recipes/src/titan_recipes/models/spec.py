@@ -225,5 +225,5 @@ def published_dtype(config: "Trainer.Config") -> torch.dtype:
         if (described / "config.json").is_file():
             named = Qwen3Config.from_hf(described).dtype
             if named in ("float32", "bfloat16", "float16"):
-                return getattr(torch, named)  # type: ignore[no-any-return]
+                return getattr(torch, named)
     return TORCH_DTYPE_MAP[config.training.dtype]
