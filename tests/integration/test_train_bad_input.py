@@ -21,17 +21,17 @@ TOKENIZER = ROOT / "recipes" / "debug_tokenizer"
         (("debug", "--dataloader.dataset_path", "no/such/place"), "no/such/place' does not exist"),
         (("debug", "--dataloader.dataset_path", "empty"), "is empty"),
         (("debug", "--dataloader.dataset", "c4"), "python-docs"),
-        (("debug", "--training.seq_len", "8192"), "RoPE table of 4096"),
+        (("debug", "--training.seq_len", "8192"), "seq_len 8192 is over max_position_embeddings 4096"),
         (
             ("debug", "--hf_assets_path", "big_tokenizer"),
-            "ids up to 5000, but the model has 2048 embedding rows",
+            "but the model has 2048 embedding rows",
         ),
         (("debug", "--hf_assets_path", "empty"), "no tokenizer.json"),
-        (("debug", "--nproc", "3", "--parallelism.tensor_parallel_degree", "2"), "a multiple of 2"),
-        (("debug", "--nproc", "2", "--parallelism.data_parallel_shard_degree", "4"), "needs 4 ranks"),
+        (("debug", "--nproc", "3", "--parallelism.tensor_parallel_degree", "2"), "make 2, which does not divide 3"),
+        (("debug", "--nproc", "2", "--parallelism.data_parallel_shard_degree", "4"), "= 4 cores, but there are 2"),
         (
             ("debug", "--nproc", "4", "--parallelism.tensor_parallel_degree", "4"),
-            "4 does not divide the 2 KV heads",
+            "tp 4 does not divide num_key_value_heads 2",
         ),
         (
             (
@@ -43,7 +43,7 @@ TOKENIZER = ROOT / "recipes" / "debug_tokenizer"
                 "--training.seq_len",
                 "65",
             ),
-            "multiple of 2",
+            "seq_len 65 is not a multiple of tp 2",
         ),
         (("debug", "--nproc", "2", "--parallelism.pipeline_parallel_degree", "2"), "tied embeddings"),
         (("debug", "--training.global_batch_size", "10"), "nearest: 8"),
@@ -71,6 +71,7 @@ def test_a_mistyped_option_suggests_the_near_one(tmp_path):
     ended = fork_app("debug", "--device", "cpu", "--training.stepz", "3", cwd=tmp_path)
     assert ended.code == 2
     assert "--training.steps" in ended.out and "Traceback" not in ended.out
+    assert not (tmp_path / "outputs").exists()
 
 
 def test_an_untested_release_stops_unless_allowed(tmp_path, monkeypatch):

@@ -134,10 +134,10 @@ def _main(arguments: list[str], recipes: Path) -> int:
         return _dry_run(asked, options)
     try:
         return _train(asked, options)
-    except UserError:
-        with suppress(OSError):
-            Path(options.dump_folder).rmdir()  # made for this run, and still empty
-        raise
+    finally:
+        with suppress(OSError):  # a folder that was made for this run goes if nothing was written to it
+            Path(options.dump_folder).rmdir()
+            Path(OUTPUTS).rmdir()
 
 
 def _warn_of_untested(allowed: bool) -> None:
