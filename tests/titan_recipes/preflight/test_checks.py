@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from qwen3_core import Qwen3Config
 from titan_recipes.cli import main
-from titan_recipes.config.build import build_config
+from titan_recipes.config.build import build_config, print_help
 from titan_recipes.config.options import Options
 from titan_recipes.data.loader import TextDataLoader
 from titan_recipes.errors import UserError
@@ -275,3 +275,68 @@ def test_a_folder_named_for_its_weights_has_them_whole(tmp_path):
     (tmp_path / "m" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     with pytest.raises(UserError, match=r"lacks 1 of the files that its index names: model-00002-of-00002"):
         check(asked, 1, resume=False)
+
+
+def test_short_names_reach_the_config_of_a_recipe(tmp_path):
+    asked = built(tmp_path, "--lr", "2e-4", "--steps=7", "--batch", "8", "--seq", "64", "--data", "own/corpus")
+    assert [group.optimizer_kwargs["lr"] for group in asked.optimizer.param_groups] == [2e-4]
+    training = asked.training
+    assert (training.steps, training.global_batch_size, training.seq_len) == (7, 8, 64)
+    assert asked.dataloader.all_sources()[0].hub == "own/corpus"
+
+
+def test_every_place_that_a_hint_names_is_an_option(tmp_path, capsys):
+    """A hint to an option that there is not would be worse than none."""
+    import re
+
+    from titan_recipes.config.short_names import OTHERS
+
+    with pytest.raises(SystemExit):
+        built(tmp_path, "--help")
+    text = re.sub(r"-(?=[a-z])", "_", capsys.readouterr().out)
+    of_the_app = {"--model", "--dump_folder", "--list", "--lr", "--steps", "--batch", "--seq", "--data"}
+    for place in OTHERS.values():
+        for option in re.findall(r"--[\w.-]+", place):
+            assert option in of_the_app or option[2:].replace("-", "_") in text, option
+
+
+def test_help_of_one_section_is_that_section_alone(tmp_path, capsys):
+    options = Options(Recipe("debug", str(RECIPES / "debug.py"), "debug"), (), "cpu", str(tmp_path / "run"), "")
+    with pytest.raises(SystemExit):
+        print_help(options, "training")
+    text = capsys.readouterr().out
+    assert "--training.steps" in text and "--training.seq-len" in text
+    assert "--checkpoint" not in text and len(text.splitlines()) < 150
+    with pytest.raises(UserError, match=r"There is no section 'trainning'. Did you mean 'training'\?\nSections: "):
+        print_help(options, "trainning")
+
+
+def test_what_the_command_line_says_is_not_announced_as_the_devices(tmp_path, capsys, caplog):
+    """It said float32 and ran bfloat16."""
+    caplog.set_level("INFO")
+    asked = built(tmp_path, "--training.mixed_precision_param", "bfloat16")
+    assert asked.training.mixed_precision_param == "bfloat16"
+    assert "mixed_precision_param" not in caplog.text + capsys.readouterr().out
+    assert built(tmp_path).training.mixed_precision_param == "float32"
+    assert "mixed_precision_param" in caplog.text + capsys.readouterr().out
+
+
+def test_weights_and_biases_without_a_login_is_refused_before_the_start(tmp_path, monkeypatch):
+    import importlib.machinery
+    import importlib.util
+
+    asked = built(tmp_path, "--metrics.enable_wandb")
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else real(name))
+    with pytest.raises(UserError, match="wandb is not installed"):
+        check(asked, 1, resume=False)
+    there = importlib.machinery.ModuleSpec("wandb", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: there if name == "wandb" else real(name))
+    with pytest.raises(UserError, match="there is no login: wandb login, or WANDB_API_KEY"):
+        check(asked, 1, resume=False)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    check(asked, 1, resume=False)

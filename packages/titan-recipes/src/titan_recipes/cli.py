@@ -22,7 +22,10 @@ _EPILOG = """\
 Every option of TorchTitan's config passes through as --section.option value, for instance
   apps/train debug --training.steps 50 --validator.no-enable
   apps/train debug --training.local_batch_size 4 --parallelism.tensor_parallel_degree 2
-A recipe is a function that returns the whole config; apps/train RECIPE --help lists what can be set on it.
+  apps/train debug --lr 3e-4 --steps 50 --batch 8 --seq 256 --data corpus.jsonl
+--lr, --steps, --batch (sequences of a step), --seq and --data are short for options that everybody sets.
+A recipe is a function that returns the whole config; apps/train RECIPE --help lists what can be set on it,
+apps/train RECIPE --help SECTION one section of that, such as training, optimizer, dataloader or checkpoint.
 Multi-node: torchrun --nnodes 4 --nproc-per-node 64 --rdzv-backend c10d --rdzv-endpoint HOST:29500 apps/train RECIPE ...
 """
 
@@ -56,7 +59,10 @@ def _parser() -> argparse.ArgumentParser:
         add_help=False,
     )
     parser.add_argument(
-        "-h", "--help", action="store_true", help="this text; after a RECIPE, all options of TorchTitan's config"
+        "-h",
+        "--help",
+        action="store_true",
+        help="this text; after a RECIPE, all options of its config; --help SECTION: those of one section",
     )
     parser.add_argument("--list", action="store_true", help="list the recipes, one line each")
     parser.add_argument(
@@ -126,6 +132,10 @@ def _main(arguments: list[str], recipes: Path) -> int:
     if environment.is_first():
         print(f"{recipe.name}: loading torch and TorchTitan ...", flush=True)
     options = _options(asked, recipe, rest, arguments)
+    if asked.help and rest and not rest[0].startswith("-"):
+        from .config.build import print_help
+
+        print_help(replace(options, titan_args=()), rest[0])
     if asked.help:
         from .config.build import build_config
 

@@ -4,6 +4,7 @@ torchrun sets these variables, and so does anything that starts ranks as torchru
 rank 0 of 1, or the launcher of ranks still to come.
 """
 
+import netrc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 __all__ = [
     "blocks_at_each_launch",
     "has_agent_store",
+    "has_wandb_login",
     "host_count",
     "is_first",
     "is_launched",
@@ -56,6 +58,16 @@ def is_first() -> bool:
 def has_agent_store() -> bool:
     """Return whether torchrun keeps a store for the job that ranks may use before they have a process group."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def has_wandb_login() -> bool:
+    """Return whether Weights & Biases could start here: it needs a key, unless it is told to send nothing."""
+    if os.environ.get("WANDB_MODE") in ("offline", "disabled", "dryrun") or os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return any("wandb" in host for host in netrc.netrc().hosts)
+    except (OSError, netrc.NetrcParseError):
+        return False
 
 
 def rendezvous_address() -> tuple[str, int]:

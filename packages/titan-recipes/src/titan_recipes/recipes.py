@@ -97,6 +97,11 @@ def find_recipe(name: str, folder: Path) -> Recipe:
         raise UserError(
             f"Recipe {name!r} names a file but no function; write {name}:{functions[0] if functions else 'function'}."
         )
+    if name.endswith(".toml"):
+        raise UserError(
+            f"Recipe {name!r}: TOML files of earlier TorchTitan releases are no recipes; a config is a Python function now.\n"
+            "Start from one of --list and set what differs, in a function of your own or as --section.option value."
+        )
     near = difflib.get_close_matches(name, known, n=1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     raise UserError(

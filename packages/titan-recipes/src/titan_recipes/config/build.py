@@ -1,5 +1,8 @@
 """The config of one run, made of a recipe and a command line in one order: recipe, model, device, flags, mode."""
 
+import difflib
+from collections.abc import Collection, Sequence
+from dataclasses import field, fields, is_dataclass, make_dataclass
 from typing import Any
 
 from ..environment import is_first
@@ -7,8 +10,9 @@ from ..errors import UserError
 from ..logs import say
 from ..recipes import load_recipe
 from .options import Mode, Options
+from .short_names import expand, name_of, refuse_others
 
-__all__ = ["COMPARED_STEPS", "build_config", "prepare_mode"]
+__all__ = ["COMPARED_STEPS", "build_config", "prepare_mode", "print_help"]
 
 COMPARED_STEPS = 6
 """Steps of each side of --compare-modes, unless the user gives a number."""
@@ -22,9 +26,12 @@ def build_config(options: Options) -> Any:
     Raises:
         UserError: the recipe returns no Trainer.Config, or a setting makes no run.
     """
-    config = _from_recipe(options)
-    config = _with_flags(config, options)
-    given = {argument.partition("=")[0].lstrip("-").replace("-", "_") for argument in options.titan_args}
+    refuse_others(options.titan_args)
+    given = {name_of(argument) for argument in options.titan_args}
+    config = _from_recipe(options, given)
+    arguments = expand(options.titan_args, len(config.optimizer.param_groups))
+    given = {name_of(argument) for argument in arguments}
+    config = _with_flags(config, options, arguments)
     from ..data.loader import heed_flags
 
     heed_flags(config.dataloader, given)
@@ -37,7 +44,24 @@ def build_config(options: Options) -> Any:
     return config
 
 
-def _from_recipe(options: Options) -> Any:
+def print_help(options: Options, section: str) -> None:
+    """Print the options of one section of the recipe's config, such as `training`, with the recipe's values.
+
+    Raises:
+        UserError: there is no such section.
+    """
+    config = _from_recipe(options, ())
+    sections = [field.name for field in fields(config) if is_dataclass(getattr(config, field.name))]
+    if section not in sections:
+        near = difflib.get_close_matches(section, sections, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise UserError(f"There is no section {section!r}.{hint}\nSections: {', '.join(sections)}.")
+    value = getattr(config, section)
+    alone = make_dataclass(section, [(section, type(value), field(default_factory=lambda: value))], kw_only=True)
+    _parse(alone, alone(), ["--help"], options.recipe.name)
+
+
+def _from_recipe(options: Options, given: Collection[str]) -> Any:
     """The recipe's config as one of our trainer, with the model and the device's defaults that were asked for."""
     from torchtitan.trainer import Trainer
 
@@ -56,27 +80,32 @@ def _from_recipe(options: Options) -> Any:
         use_model(config, options.model, route=options.route)
     config.dump_folder = options.dump_folder
     for line in apply_device_defaults(config, options.device):
-        say(f"{options.device}: {line}")
+        if line.partition(" ")[0] not in given:  # what the command line names is as it says there
+            say(f"{options.device}: {line}")
     return config
 
 
-def _with_flags(config: Any, options: Options) -> Any:
+def _with_flags(config: Any, options: Options, arguments: Sequence[str]) -> Any:
     """`config` with TorchTitan's --section.option flags."""
+    try:
+        return _parse(type(config), config, arguments, options.recipe.name)
+    except AssertionError as error:  # some of TorchTitan's configs refuse a value so; tyro itself reports ValueErrors
+        raise UserError(f"An option has a value that TorchTitan refuses: {error}.") from None
+
+
+def _parse(cls: type, default: Any, arguments: Sequence[str], recipe: str) -> Any:
     import tyro
     from torchtitan.config.manager import ConfigManager, custom_registry
 
     ConfigManager()  # registers TorchTitan's parsing rules
-    try:
-        return tyro.cli(
-            type(config),
-            args=list(options.titan_args),
-            default=config,
-            registry=custom_registry,
-            prog=f"apps/train {options.recipe.name}",
-            console_outputs=is_first(),
-        )
-    except AssertionError as error:  # some of TorchTitan's configs refuse a value so; tyro itself reports ValueErrors
-        raise UserError(f"An option has a value that TorchTitan refuses: {error}.") from None
+    return tyro.cli(
+        cls,
+        args=list(arguments),
+        default=default,
+        registry=custom_registry,
+        prog=f"apps/train {recipe}",
+        console_outputs=is_first(),
+    )
 
 
 def _trace_one_step(config: Any) -> None:

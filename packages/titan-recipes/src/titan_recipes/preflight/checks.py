@@ -1,9 +1,11 @@
 """Everything that can be refused before a rank starts: one clear error each, read from the built config."""
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import Any
 
+from .. import environment
 from ..checkpoint.steps import ASSETS, complete_steps, is_step
 from ..data.loader import TextDataLoader, check_parts, stores_of
 from ..errors import UserError
@@ -19,6 +21,7 @@ def check(config: Any, world_size: int, *, resume: bool) -> None:
     """Raise UserError for the first thing that would make this run fail or mean something else than was asked."""
     check_layout(config, world_size)
     _check_remote_code(config)
+    _check_wandb(config)
     _check_folder(config, resume)
     _check_weights(config, resume)
     _check_data(config, _check_tokenizer(config))
@@ -37,6 +40,19 @@ def _check_remote_code(config: Any) -> None:
         if folder:
             refuse_remote_code(Path(folder).expanduser())
             refuse_remote_code(Path(folder).expanduser() / ASSETS)
+
+
+def _check_wandb(config: Any) -> None:
+    """Weights & Biases can be reached as asked: TorchTitan prints that it cannot, and trains on without it."""
+    if not getattr(config.metrics, "enable_wandb", False):
+        return
+    off = "or leave --metrics.enable_wandb out"
+    if importlib.util.find_spec("wandb") is None:
+        raise UserError(f"metrics.enable_wandb is on, but wandb is not installed: uv pip install wandb, {off}.")
+    if not environment.has_wandb_login():
+        raise UserError(
+            f"metrics.enable_wandb is on, but there is no login: wandb login, or WANDB_API_KEY, or WANDB_MODE=offline, {off}."
+        )
 
 
 def _check_tokenizer(config: Any) -> Any:
