@@ -104,6 +104,19 @@ def test_slurm_asks_for_the_nodes_and_kubernetes_for_the_chips():
     assert "replicas: 3" in files["pytorchjob.yaml"] and "aws.amazon.com/neuron: 16" in files["pytorchjob.yaml"]
 
 
+def test_a_job_of_many_hosts_finds_its_first(tmp_path):
+    """Piped into `head`, a list longer than a pipe's buffer ended the job with 141."""
+    cluster = Cluster(instance("trn2.48xlarge"), 4)
+    job = launch_files(plan(256), cluster, ("train",))["job.sbatch"]
+    (tmp_path / "scontrol").write_text("#!/bin/bash\nfor n in $(seq 20000); do echo host-$n; done\n")
+    (tmp_path / "srun").write_text('#!/bin/bash\necho "$HEAD_NODE of $JOB_ID"\n')
+    for name in ("scontrol", "srun"):
+        (tmp_path / name).chmod(0o755)
+    started = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "host-[1-20000]", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", "-c", job], env=started, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "host-1 of 7\n", "")
+
+
 def test_a_plan_of_another_size_and_a_bad_name_are_refused():
     with pytest.raises(ValueError, match="64 cores, the cluster has 256"):
         launch_files(plan(64), Cluster(instance("trn2.48xlarge"), 4), ("train",))

@@ -1,5 +1,6 @@
-"""Contract: short names stand for options of TorchTitan, one to one; a name of another trainer is an error that says what it is
-called here."""
+"""Contract: short names stand for options of TorchTitan; a name of another trainer is an error that says what it is
+called here.
+"""
 
 import pytest
 from titan_recipes.config.short_names import OTHERS, SHORT, expand, refuse_others

@@ -302,3 +302,77 @@ def test_a_templates_own_marks_say_what_is_learned(tmp_path):
     assert learned([QUESTION, ANSWER, QUESTION, ANSWER | {"weight": 0}], tok) == ["Because."]
     text = token_store(Source(documents=lambda: ["a text"]), tok)
     assert tok.decode(text.tokens_T.tolist(), skip_special_tokens=False) == "a text<|endoftext|>"
+
+
+WORDS = [
+    "",
+    "Yes.",
+    " no ",
+    "\n\nwhy",
+    "a </think> b",
+    "<think>",
+    "x" * 40,
+    "für \U0001f600",
+    "{{ 7 }}",
+    "user\n",
+    "4\n",
+]
+
+
+def drawn(draw):
+    """A conversation of any roles and fields that a row may have, and what of it is to be learned, in order."""
+    talk, said = [], []
+    for _ in range(draw.randrange(1, 6)):
+        role = draw.choice(["system", "user", "assistant", "assistant", "tool"])
+        message = {"role": role, "content": draw.choice(WORDS)}
+        if draw.random() < 0.3:
+            message["content"] = [{"type": "text", "text": message["content"]}]
+        if draw.random() < 0.3:
+            message[draw.choice(["name", "id", "timestamp"])] = "7"
+        if role == "assistant":
+            if draw.random() < 0.3:
+                message[draw.choice(["reasoning_content", "reasoning", "thinking"])] = draw.choice(WORDS)
+            if draw.random() < 0.3:
+                message["tool_calls"] = [{"function": {"name": "add", "arguments": {"a": draw.choice(WORDS)}}}]
+            if draw.random() < 0.3:
+                message[draw.choice(["weight", "loss", "train"])] = draw.choice([0, 1])
+        talk.append(message)
+        if role == "assistant" and all(message.get(name, 1) for name in ("weight", "loss", "train")):
+            said.append(message)
+    return talk, said
+
+
+def text_of(message):
+    content = message["content"]
+    return content if isinstance(content, str) else content[0]["text"]
+
+
+@pytest.mark.parametrize("name", ["TEMPLATE", "THINKING", "CHATML"])
+def test_what_is_learned_is_what_was_given_or_the_row_is_refused(tmp_path, name):
+    """Nothing lost, nothing added, over conversations that no one thought of."""
+    import random
+
+    tok = tokenizer(tmp_path, {"TEMPLATE": TEMPLATE, "THINKING": THINKING, "CHATML": CHATML}[name])
+    kept = 0
+    for seed in range(400):
+        talk, said = drawn(random.Random(seed))
+        try:
+            found = learned(talk, tok)
+        except UserError as error:
+            assert str(error).startswith("x:1: "), error
+            continue
+        kept += 1
+        assert len(found) == len(said), talk
+        for turn, message in zip(found, said, strict=True):
+            assert turn.endswith("<|im_end|>") and text_of(message).strip() in turn, talk
+            rest = turn.removesuffix("<|im_end|>")
+            if "tool_calls" not in message:
+                # Beside the words stands a thought in its marks, or nothing.
+                rest = rest.replace(text_of(message).strip("\n"), "", 1) if text_of(message) else rest
+                thoughts = [
+                    str(message[key]) for key in ("reasoning_content", "reasoning", "thinking") if key in message
+                ]
+                for piece in (*thoughts, "<think>", "</think>"):
+                    rest = rest.replace(piece, "", 1)
+                assert not rest.strip(), (talk, turn)
+    assert kept > 60

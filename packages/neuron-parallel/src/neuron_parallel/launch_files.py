@@ -163,7 +163,9 @@ def _sbatch(cluster: Cluster, name: str, folder: str) -> str:
         f"#SBATCH --job-name={name}\n#SBATCH --nodes={hosts}\n#SBATCH --ntasks-per-node=1\n#SBATCH --exclusive\n"
         "#SBATCH --output=%x-%j.log\n"
         "set -euo pipefail\n"
-        'HEAD_NODE=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n'
+        # not piped into head: on many hosts scontrol is still writing when head ends, and pipefail ends the job (141)
+        'HOSTS=$(scontrol show hostnames "$SLURM_JOB_NODELIST")\n'
+        "HEAD_NODE=${HOSTS%%$'\\n'*}\n"
         "export HEAD_NODE JOB_ID=$SLURM_JOB_ID\n"
         f"srun --kill-on-bad-exit=1 bash {shlex.quote(f'{folder}/run.sh')}\n"
     )

@@ -99,7 +99,8 @@ def find_recipe(name: str, folder: Path) -> Recipe:
         )
     if name.endswith(".toml"):
         raise UserError(
-            f"Recipe {name!r}: TOML files of earlier TorchTitan releases are no recipes; a config is a Python function now.\n"
+            f"Recipe {name!r}: TOML files of earlier TorchTitan releases are no recipes; a config is a Python function "
+            "now.\n"
             "Start from one of --list and set what differs, in a function of your own or as --section.option value."
         )
     near = difflib.get_close_matches(name, known, n=1)

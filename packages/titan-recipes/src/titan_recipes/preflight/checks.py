@@ -51,7 +51,8 @@ def _check_wandb(config: Any) -> None:
         raise UserError(f"metrics.enable_wandb is on, but wandb is not installed: uv pip install wandb, {off}.")
     if not environment.has_wandb_login():
         raise UserError(
-            f"metrics.enable_wandb is on, but there is no login: wandb login, or WANDB_API_KEY, or WANDB_MODE=offline, {off}."
+            "metrics.enable_wandb is on, but there is no login: wandb login, or WANDB_API_KEY, or WANDB_MODE=offline, "
+            f"{off}."
         )
 
 
