@@ -78,3 +78,8 @@ def test_a_wrong_function_and_a_wrong_module_are_errors_that_help(folder):
 def test_an_error_inside_a_recipe_is_not_mistaken_for_a_missing_recipe(folder):
     with pytest.raises(ZeroDivisionError):
         load_recipe(find_recipe("other", folder))
+
+
+def test_a_toml_file_of_an_earlier_torchtitan_is_told_that_recipes_are_functions(folder):
+    with pytest.raises(UserError, match=r"TOML files of earlier TorchTitan.*\n.*Start from one of --list"):
+        find_recipe("train_configs/qwen3.toml", folder)
