@@ -1,8 +1,11 @@
 """Contract: poison that is still there has a name, and a first loss is judged by what a random model would have."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from titan_recipes.checkpoint.completeness import check_written, poison, states_of
+from tiny import tiny_spec
+from titan_recipes.checkpoint.completeness import check_written, guard_initialisation, poison, states_of
 from titan_recipes.errors import UserError
 from torch import nn
 
@@ -38,3 +41,27 @@ def test_one_unwritten_element_is_enough():
     poison([("rope", model.rope[2:])])
     with pytest.raises(UserError, match=r"1 parameters or buffers .*: rope"):
         check_written(states_of([model]), "it")
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_what_a_recipe_froze_stays_frozen_when_sharding_makes_new_parameters(renamed):
+    """TorchTitan's sharding makes a new parameter of each, which trains: all of a LoRA's base did."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 4))
+    model.init_weights = lambda **options: None
+    model[0].requires_grad_(False)
+
+    def shard(model, **kwargs):
+        for layer in model:
+            layer.weight = torch.nn.Parameter(layer.weight.detach().clone())
+        if renamed:
+            model[0].kernel = model[0].weight
+            del model[0].weight
+        return model
+
+    spec = guard_initialisation(replace(tiny_spec(), parallelize_fn=shard))
+    if renamed:
+        with pytest.raises(UserError, match=r"1 parameters that the recipe froze have other names .*: 0\.weight"):
+            spec.parallelize_fn(model)
+        return
+    trains = {name for name, parameter in spec.parallelize_fn(model).named_parameters() if parameter.requires_grad}
+    assert trains == {"1.weight", "1.bias"}

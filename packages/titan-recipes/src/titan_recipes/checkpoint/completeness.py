@@ -61,12 +61,17 @@ def check_written(tensors: Named, when: str) -> None:
 
 
 def guard_initialisation(spec: ModelSpec) -> ModelSpec:
-    """`spec`, whose models check that their `init_weights` writes every parameter and buffer."""
+    """`spec`, whose models check that their `init_weights` writes every parameter and buffer.
+
+    What was built frozen stays frozen.
+    """
     return replace(spec, parallelize_fn=partial(_guarded, spec.parallelize_fn))
 
 
 def _guarded(parallelize: Callable[..., nn.Module], model: nn.Module, **kwargs: Any) -> nn.Module:
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     model = parallelize(model, **kwargs)
+    _freeze(model, frozen)
     initialise: Callable[..., None] = model.init_weights  # type: ignore[assignment]
 
     def init_weights(**options: Any) -> None:
@@ -76,6 +81,21 @@ def _guarded(parallelize: Callable[..., nn.Module], model: nn.Module, **kwargs: 
 
     model.init_weights = init_weights  # type: ignore[assignment]
     return model
+
+
+def _freeze(model: nn.Module, frozen: set[str]) -> None:
+    """Freeze the parameters of these names again.
+
+    TorchTitan's sharding makes new parameters of a model's, and those train whatever the old ones did: all of a LoRA's base.
+    """
+    found = {name.replace("_orig_mod.", ""): parameter for name, parameter in model.named_parameters()}
+    if lost := sorted(frozen - found.keys()):
+        raise UserError(
+            f"{len(lost)} parameters that the recipe froze have other names once the model is parallelised, and would "
+            f"train: {_shorten(lost)}.\nTrain without this layout, or without freezing them."
+        )
+    for name in frozen:
+        found[name].requires_grad_(False)
 
 
 class CountingPlanner(DefaultLoadPlanner):
