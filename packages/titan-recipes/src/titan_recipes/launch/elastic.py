@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["launch"]
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
 
 def launch(options: Options, nproc: int) -> Outcome:
     """Run `nproc` ranks on this host and wait for them. Raises RankFailed when one failed (its traceback is already
@@ -47,13 +49,44 @@ def launch(options: Options, nproc: int) -> Outcome:
     )
     with _signals_passed_on() as received:
         try:
-            outcomes = elastic_launch(config, run_rank)(options)
+            outcomes = elastic_launch(config, run_child)(options, os.getpid())
+        except _NoRanksYet:
+            return _stopped_early(received[0])
         except ChildFailedError as error:
-            if received:  # the ranks were still starting: nothing of theirs to save
-                say(f"\nstopped by {signal.Signals(received[0]).name} before the first step; nothing was saved")
-                return Outcome(0, received[0])
+            # A rank that trains takes the signal as a request; only one that still starts ends of it.
+            if received and all(-f.exitcode in (*received, signal.SIGTERM) for f in error.failures.values()):
+                return _stopped_early(received[0])
             raise RankFailed(_explain(error.failures, options.dump_folder)) from None
     return outcomes[0]
+
+
+class _NoRanksYet(BaseException):
+    """A signal came before there was a rank to pass it on to."""
+
+
+def _stopped_early(number: int) -> Outcome:
+    say(f"\nstopped by {signal.Signals(number).name} before training began; nothing new was saved")
+    return Outcome(0, number)
+
+
+def run_child(options: Options, launcher: int) -> Outcome:
+    """Be a rank of process `launcher`: end with it, and take signals as a process does that has no handler yet."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork inherits the launcher's, which would swallow it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _end_with_parent(launcher)
+    return run_rank(options)
+
+
+def _end_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent is gone; Linux alone can."""
+    import ctypes
+
+    try:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    except (AttributeError, OSError):
+        return
+    if os.getppid() != parent:  # gone before the call
+        os._exit(1)
 
 
 def _explain(failures: Mapping[int, "ProcessFailure"], folder: str) -> str:
@@ -81,7 +114,10 @@ def _signals_passed_on() -> Iterator[list[int]]:
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        for rank in multiprocessing.active_children():
+        ranks = multiprocessing.active_children()
+        if not ranks:
+            raise _NoRanksYet
+        for rank in ranks:
             if rank.pid is not None:
                 os.kill(rank.pid, signal.SIGTERM)
 
