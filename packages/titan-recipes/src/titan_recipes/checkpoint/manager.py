@@ -22,6 +22,7 @@ from ..errors import UserError
 from ..logs import say
 from .completeness import CountingPlanner, check_written, poison, states_of
 from .damage import damage
+from .failed_save import explain_failed_save
 from .steps import (
     ASSETS,
     complete_steps,
@@ -83,14 +84,20 @@ class StepCheckpoints(CheckpointManager):
         saving = saving_folder(Path(self.folder), curr_step)
         if dist.get_rank() == 0:
             shutil.rmtree(saving, ignore_errors=True)  # of a process that was killed
-            if self.write_assets is not None:
-                self.write_assets(saving / ASSETS)
+            try:
+                if self.write_assets is not None:
+                    self.write_assets(saving / ASSETS)
+            except OSError as error:
+                raise UserError(explain_failed_save(Path(self.folder), curr_step, error)) from error
         if dist.get_world_size() > 1:
             dist.barrier()
         self._saving = curr_step
-        saved = super()._save(curr_step, last_step)
-        if self.save_future is None:
-            self._finish()
+        try:
+            saved = super()._save(curr_step, last_step)
+            if self.save_future is None:
+                self._finish()
+        except (OSError, CheckpointException) as error:
+            raise UserError(explain_failed_save(Path(self.folder), curr_step, error)) from error
         return saved
 
     def _create_checkpoint_id(self, step: int, folder: str = "") -> str:
@@ -100,7 +107,11 @@ class StepCheckpoints(CheckpointManager):
         return super()._create_checkpoint_id(step, folder)
 
     def _wait_for_saving(self) -> None:
-        super()._wait_for_saving()
+        assert self._saving is not None
+        try:
+            super()._wait_for_saving()
+        except (OSError, CheckpointException) as error:
+            raise UserError(explain_failed_save(Path(self.folder), self._saving, error)) from error
         self._finish()
 
     def _finish(self) -> None:

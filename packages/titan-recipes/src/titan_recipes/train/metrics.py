@@ -4,6 +4,7 @@ MFU is shown where TorchTitan knows the device's peak (its figure per logical Ne
 """
 
 import json
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from ..upstream import get_metrics_rank
 from .device_memory import MemoryWatch
 
 __all__ = ["METRICS_FILE", "RunMetrics", "format_duration", "read_metrics"]
+
+log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -115,11 +118,14 @@ class RunMetrics(MetricsProcessor):
 
     def _write(self, step: int, record: dict[str, Any]) -> None:
         scalars = {key: value for key, value in record.items() if key != "step" and isinstance(value, int | float)}
-        self.logger.log(scalars, step)
-        if self.prints:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            with self.file.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+        try:
+            self.logger.log(scalars, step)
+            if self.prints:
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+                with self.file.open("a") as file:
+                    file.write(json.dumps(record) + "\n")
+        except OSError as error:  # a full disk: training is worth more than its record
+            log.warning("step %d: the metrics were not written: %s", step, error)
 
     def _reset(self) -> None:
         self.ntokens_since_last_log = 0
