@@ -22,3 +22,28 @@ def test_without_a_whole_step_there_is_nothing_to_resume(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="no run of 'debug' with a complete checkpoint"):
         run_folder(RECIPE, resume=True)
+
+
+def test_a_restart_goes_on_in_the_folder_of_the_first_start(tmp_path, monkeypatch):
+    from torch.distributed import TCPStore
+
+    monkeypatch.chdir(tmp_path)
+    agent = TCPStore("localhost", 0, is_master=True)
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(agent.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }.items():
+        monkeypatch.setenv(name, value)
+    first = run_folder(RECIPE, resume=False)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert run_folder(RECIPE, resume=True) == first
+    assert [str(run.relative_to(tmp_path)) for run in (tmp_path / "outputs").iterdir()] == [first]
+
+
+def test_a_requeued_job_that_saved_nothing_starts_anew(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert run_folder(RECIPE, resume=True).startswith("outputs/debug-")

@@ -57,3 +57,21 @@ def test_of_many_starters_one_gets_the_folder(tmp_path):
     ]
     said = [starter.communicate()[0] for starter in starters]
     assert said.count(b"held\n") == 1
+
+
+def test_a_restarted_container_takes_over_the_lock_of_its_own_process_number(tmp_path):
+    lock = tmp_path / LOCK
+    lock.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": "before"}))
+    with run_lock(tmp_path):
+        assert json.loads(lock.read_text())["since"] != "before"
+
+
+def test_a_restart_waits_for_the_lock_of_a_host_that_is_gone(tmp_path, monkeypatch):
+    lock = tmp_path / LOCK
+    lock.write_text(json.dumps({"host": "gone", "pid": 1, "since": "before"}))
+    silent = time.time() - STALE + 2
+    os.utime(lock, (silent, silent))
+    with pytest.raises(UserError, match="process 1 on gone"), run_lock(tmp_path):
+        pass
+    with run_lock(tmp_path, wait=True):
+        assert json.loads(lock.read_text())["pid"] == os.getpid()

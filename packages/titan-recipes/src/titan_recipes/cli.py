@@ -3,6 +3,7 @@
 import argparse
 import os
 import signal
+import socket
 import sys
 import textwrap
 from contextlib import nullcontext, suppress
@@ -35,8 +36,8 @@ def main(arguments: list[str], recipes: Path) -> int:
     try:
         return _main(arguments, recipes)
     except UserError as error:
-        if environment.is_first():
-            print(f"error: {error}", file=sys.stderr)
+        where = "" if environment.is_first() else f"[rank {environment.rank()} on {socket.gethostname()}] "
+        print(f"{where}error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("\ninterrupted before training began", file=sys.stderr)
@@ -127,6 +128,8 @@ def _main(arguments: list[str], recipes: Path) -> int:
         return 0
     name = rest.pop(0) if named else DEFAULT_RECIPE
     _refuse_unheeded(asked)
+    if environment.is_restart() and not (asked.dry_run or asked.compare_modes):
+        asked.resume = True
     recipe = find_recipe(name, recipes)
     _warn_of_untested(asked.allow_untested)
     if environment.is_first():
@@ -226,7 +229,9 @@ def _train(asked: argparse.Namespace, options: Options) -> int:
     from .launch.run_lock import run_lock
 
     # The launcher holds the run's folder, or rank 0 where another launcher started the ranks.
-    with run_lock(Path(options.dump_folder)) if environment.is_first() else nullcontext():
+    with (
+        run_lock(Path(options.dump_folder), wait=environment.is_restart()) if environment.is_first() else nullcontext()
+    ):
         if launched:
             from .launch.rank import run_rank
 

@@ -16,6 +16,7 @@ __all__ = [
     "host_count",
     "is_first",
     "is_launched",
+    "is_restart",
     "is_under_uv",
     "launch_count",
     "local_rank_zero",
@@ -78,6 +79,11 @@ def rendezvous_address() -> tuple[str, int]:
 def launch_count() -> int:
     """Return how often torchrun has restarted this job's ranks."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def is_restart() -> bool:
+    """Return whether the ranks of this job ran before: torchrun restarted them, or Slurm requeued the job."""
+    return launch_count() > 0 or int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
 
 
 def host_count() -> int:

@@ -19,11 +19,11 @@ def run_folder(recipe: Recipe, *, resume: bool) -> str:
     Raises:
         UserError: there is no run to resume, or ranks have no store to agree by.
     """
-    if resume:
-        return _newest(recipe)
-    if environment.is_launched() and environment.world_size() > 1:
-        return _same_on_all_ranks(recipe)
-    return _fresh(recipe)
+    if environment.has_agent_store():
+        return _same_on_all_ranks(recipe, resume)
+    if environment.is_launched() and environment.world_size() > 1 and not resume:
+        raise UserError("Several ranks without torchrun's store: name the run's folder with --dump_folder.")
+    return _newest(recipe) if resume else _fresh(recipe)
 
 
 def _fresh(recipe: Recipe) -> str:
@@ -43,6 +43,8 @@ def _fresh(recipe: Recipe) -> str:
 def _newest(recipe: Recipe) -> str:
     runs = sorted(Path(OUTPUTS).glob(f"{recipe.function}-*"), key=lambda run: run.name)
     resumable = [run for run in runs if has_steps(run)]
+    if not resumable and environment.is_restart():
+        return _fresh(recipe)  # the job ended before it saved its first step
     if not resumable:
         raise UserError(
             f"--resume: no run of {recipe.function!r} with a complete checkpoint in {OUTPUTS}/.\n"
@@ -51,14 +53,12 @@ def _newest(recipe: Recipe) -> str:
     return str(resumable[-1])
 
 
-def _same_on_all_ranks(recipe: Recipe) -> str:
-    """Rank 0's new folder, through the store that torchrun keeps for the job."""
-    if not environment.has_agent_store():
-        raise UserError("Several ranks without torchrun's store: name the run's folder with --dump_folder.")
+def _same_on_all_ranks(recipe: Recipe, resume: bool) -> str:
+    """Rank 0's choice when the job first started, through torchrun's store, which outlives the ranks."""
     from torch.distributed import PrefixStore, TCPStore
 
     agent = TCPStore(*environment.rendezvous_address(), is_master=False)
-    store = PrefixStore(f"titan-recipes-{environment.launch_count()}", agent)
-    if environment.is_first():
-        store.set("run", _fresh(recipe))
+    store = PrefixStore("titan-recipes", agent)
+    if environment.is_first() and not store.check(["run"]):
+        store.set("run", _newest(recipe) if resume else _fresh(recipe))
     return bytes(store.get("run")).decode()

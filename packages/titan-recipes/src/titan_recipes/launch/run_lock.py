@@ -26,32 +26,48 @@ STALE = 120.0
 """Seconds without a sign of life after which a lock of another host counts as left behind."""
 
 
+_held_here: set[str] = set()
+"""Lock files that this process holds."""
+
+
 @contextmanager
-def run_lock(folder: Path) -> Iterator[None]:
+def run_lock(folder: Path, *, wait: bool = False) -> Iterator[None]:
     """Hold a run's folder while the block runs.
+
+    Args:
+        folder: the run's folder; made when it is not there.
+        wait: wait for a lock to be left behind, as a restart does whose last host is gone.
 
     Raises:
         UserError: another process holds it; the message says which, where and since when.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / LOCK
-    mine = _acquire(file)
+    mine = _acquire(file, wait)
+    _held_here.add(str(file.resolve()))
     done = threading.Event()
     threading.Thread(target=_beat, args=(file, done), name="run-lock", daemon=True).start()
     try:
         yield
     finally:
         done.set()
+        _held_here.discard(str(file.resolve()))
         if _read(file) == mine:
             file.unlink(missing_ok=True)
 
 
-def _acquire(file: Path) -> dict[str, Any]:
+def _acquire(file: Path, wait: bool) -> dict[str, Any]:
     mine = {"host": socket.gethostname(), "pid": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-    for _ in range(3):  # another starter may take over the same stale lock in between
+    until = time.monotonic() + (STALE + BEAT if wait else 0.0)
+    tries = 0
+    while tries < 3 or time.monotonic() < until:  # another starter may take over the same stale lock in between
         try:
             descriptor = os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
+            if time.monotonic() < until and not _is_left(file):
+                time.sleep(1.0)
+                continue
+            tries += 1
             _take_over(file)
             continue
         with os.fdopen(descriptor, "w") as stream:
@@ -63,12 +79,7 @@ def _acquire(file: Path) -> dict[str, Any]:
 def _take_over(file: Path) -> None:
     """Remove a lock that was left behind. UserError for one that is held."""
     holder = _read(file)
-    try:
-        silent = time.time() - file.stat().st_mtime
-    except FileNotFoundError:
-        return  # it was let go just now
-    here = holder.get("host") == socket.gethostname()
-    if (here and not _alive(holder.get("pid"))) or silent > STALE:
+    if _is_left(file):
         # By rename, so that of two starters one removes this lock and none removes the other's new one.
         left = file.with_name(f"{LOCK}.left-{os.getpid()}")
         try:
@@ -78,6 +89,22 @@ def _take_over(file: Path) -> None:
         left.unlink(missing_ok=True)
         return
     raise UserError(_held(file, holder))
+
+
+def _is_left(file: Path) -> bool:
+    """Whether nobody holds the lock, or its holder is gone."""
+    holder = _read(file)
+    try:
+        silent = time.time() - file.stat().st_mtime
+    except FileNotFoundError:
+        return True
+    if silent > STALE:
+        return True
+    if holder.get("host") != socket.gethostname():
+        return False
+    if holder.get("pid") == os.getpid():  # a restarted container counts its processes from the same number
+        return str(file.resolve()) not in _held_here
+    return not _alive(holder.get("pid"))
 
 
 def _held(file: Path, holder: dict[str, Any]) -> str:
