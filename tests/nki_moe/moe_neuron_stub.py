@@ -4,6 +4,7 @@ hashable constant.
 """
 
 import inspect
+import os
 import sys
 import types
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from nki_sim.kernel import Kernel
 from torch._subclasses.fake_tensor import FakeTensor
 
 LAUNCHES: list[tuple[str, int]] = []
+WRAPPED: list[str] = []
 PROGRAMS: dict[Any, Any] = {}
 RECORDED = ["unwritten-output"]  # rules that a kernel may break
 
@@ -38,28 +40,50 @@ def nki_op(name: str, mutates_args: Any) -> Callable[[Any], Any]:
 class wrap_nki:  # as torch_neuronx spells it
     def __init__(self, kernel: Any) -> None:
         assert isinstance(kernel, Kernel), "wrap_nki takes an @nki.jit kernel"
-        self.kernel, self.grid = kernel, 1
+        self.kernel, self.grid = kernel, (1,)
+        WRAPPED.append(kernel.__name__)
 
-    def __getitem__(self, grid: int) -> "wrap_nki":
+    def __getitem__(self, grid: tuple[int]) -> "wrap_nki":
+        assert isinstance(grid, tuple) and len(grid) == 1, f"a grid is a tuple of one number; got {grid!r}"
         self.grid = grid
         return self
 
     def __call__(self, *args: Any, **constants: Any) -> Any:
-        assert all(isinstance(a, torch.Tensor) and a.is_contiguous() for a in args), "arguments are contiguous tensors"
-        for constant in constants.values():
-            assert not isinstance(constant, torch.Tensor)
-            hash(constant)
-        specs = tuple(nki_sim.Spec(tuple(map(int, a.shape)), str(a.dtype).removeprefix("torch.")) for a in args)
-        key = (self.kernel.__name__, self.grid, *((s.shape, str(s.dtype)) for s in specs), *sorted(constants.items()))
-        if key not in PROGRAMS:  # as NKI does: by the specification of the arguments
-            PROGRAMS[key] = nki_sim.trace(self.kernel[self.grid], specs, **constants)
-        program = PROGRAMS[key]
-        if any(isinstance(a, FakeTensor) for a in args):
-            views = program.cores[0].result
-            return tuple(args[0].new_empty(v.shape, dtype=getattr(torch, str(v.dtype))) for v in views)
-        LAUNCHES.append((self.kernel.__name__, self.grid))
+        return launch(self.kernel, self.grid[0], args, constants)
+
+
+class wrap_nki_without_grid:
+    """The coming form: NEURON_LOGICAL_NC_CONFIG says how many cores."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __call__(self, *args: Any, **constants: Any) -> Any:
+        return launch(self.kernel, int(os.environ["NEURON_LOGICAL_NC_CONFIG"]), args, constants)
+
+
+def launch(kernel: Any, cores: int, args: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+    assert all(isinstance(a, torch.Tensor) and a.is_contiguous() for a in args), "arguments are contiguous tensors"
+    for constant in constants.values():
+        assert not isinstance(constant, torch.Tensor)
+        hash(constant)
+    specs = tuple(nki_sim.Spec(tuple(map(int, a.shape)), str(a.dtype).removeprefix("torch.")) for a in args)
+    key = (kernel.__name__, cores, *((s.shape, str(s.dtype)) for s in specs), *sorted(constants.items()))
+    if key not in PROGRAMS:  # as NKI does: by the specification of the arguments
+        PROGRAMS[key] = nki_sim.trace(kernel[cores], specs, **constants)
+    program = PROGRAMS[key]
+    if any(isinstance(a, FakeTensor) for a in args):
+        views = program.cores[0].result
+        made = [args[0].new_empty(v.shape, dtype=getattr(torch, str(v.dtype))) for v in _several(views)]
+    else:
+        LAUNCHES.append((kernel.__name__, cores))
         with nki_sim.checks(record=RECORDED):
-            return program.run(*args, **constants).outputs
+            made = _several(program.run(*args, **constants).outputs)
+    return made[0] if len(made) == 1 else tuple(made)  # one result comes bare
+
+
+def _several(results: Any) -> list[Any]:
+    return list(results) if isinstance(results, tuple | list) else [results]
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,8 @@ import nki_moe
 import pytest
 import torch
 from nki_moe import check, check_rope
-from nki_moe.limits import SBUF_BYTES
+from nki_moe.experts.tables import CLEARED, most_items
+from nki_moe.hardware import LOOP_PASSES, SBUF_BYTES, P
 
 # D, F, experts: Qwen3-30B-A3B, Qwen3-235B-A22B, and what expert and tensor parallelism make of them.
 QWEN3 = [(2048, 768, 128), (2048, 768, 16), (4096, 1536, 128), (4096, 1536, 8), (4096, 768, 32)]
@@ -19,9 +20,27 @@ def test_every_qwen3_size_and_the_corners_fit(D: int, F: int, E: int, lnc: int) 
     assert fit.lnc == lnc and 0 < fit.sbuf_bytes <= SBUF_BYTES
 
 
-def test_weights_that_exceed_sbuf_are_split() -> None:
-    assert check(4096, 16, 768, 2048, lnc=2).forward.f_splits == 1
-    assert check(4096, 8, 1536, 4096, lnc=1).forward.f_splits > 1
+def test_sums_that_exceed_sbuf_are_split() -> None:
+    small, large = check(4096, 16, 768, 2048, lnc=2), check(4096, 8, 1536, 4096, lnc=1)
+    assert (small.f_share, small.d_share) == (384, 1024), "a core's share, in one loop"
+    assert large.f_share < 1536 and 1536 % large.f_share == 0 and 4096 % large.d_share == 0
+
+
+@pytest.mark.parametrize("lnc", [1, 2])
+@pytest.mark.parametrize(("D", "F", "E"), QWEN3)
+@pytest.mark.parametrize("rows", [1, 8192, 131072])
+def test_no_loop_is_longer_than_what_is_known_to_work(D: int, F: int, E: int, rows: int, lnc: int) -> None:
+    """Whatever the routing: an item for each full one, and one more for each expert."""
+    fit = check(rows, E, F, D, lnc=lnc)
+    assert most_items(rows, E, fit.blocks * P, 1) <= LOOP_PASSES == 2048
+    assert -(-rows // P) / CLEARED <= LOOP_PASSES
+    with pytest.raises(ValueError, match="more than 2048 times, which is not known to work. Call with fewer rows"):
+        check(2**24, E, F, D, lnc=lnc)
+
+
+def test_an_expert_of_as_many_rows_as_the_mean_is_one_item_or_few() -> None:
+    """128 experts of 256 rows each take three blocks, since half of them have a few rows more than two."""
+    assert [check(rows, E, 768, 2048, lnc=2).blocks for rows, E in ((16384, 16), (32768, 128), (4096, 128))] == [9, 3, 1]
 
 
 @pytest.mark.parametrize(

@@ -16,18 +16,18 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_opcheck_passes(dtype: torch.dtype) -> None:
     x, counts, weights = problem([4, 0, 9], 13, 24, 40, dtype)
-    torch.library.opcheck(op.forward, (x, counts, *weights, None, None, True, "own"))
+    torch.library.opcheck(op.forward, (x, counts, *weights, None, None, None, True, "own"))
     torch.library.opcheck(
-        op.forward, (x, counts, *weights, None, None, False, "own"), test_utils=("test_schema", "test_faketensor")
+        op.forward, (x, counts, *weights, None, None, None, False, "own"), test_utils=("test_schema", "test_faketensor")
     )
-    y, saved = op.forward(x.detach(), counts, *(w.detach() for w in weights), None, None, True, "own")
-    args = (y, x.detach(), counts, *(w.detach() for w in weights), None, None, saved)
+    y, saved, tables = op.forward(x.detach(), counts, *(w.detach() for w in weights), None, None, None, True, "own")
+    args = (y, x.detach(), counts, *(w.detach() for w in weights), None, None, None, saved, tables)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
     for wanted in (True, False):
         torch.library.opcheck(op.backward, (*args, wanted, "own"), test_utils=tests)
     turned = (x.detach().T.contiguous().T.requires_grad_(), counts, *(w.detach().mT.contiguous().mT for w in weights))
     torch.library.opcheck(
-        op.forward, (*turned, None, None, True, "own")
+        op.forward, (*turned, None, None, None, True, "own")
     )  # results lie in order whatever the arguments do
 
 
@@ -58,4 +58,4 @@ def test_nothing_is_kept_when_no_gradient_is_wanted() -> None:
     with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda t: t), torch.no_grad():
         nki_moe.grouped_mlp(x, counts, *weights)
     assert not kept
-    assert op.forward(x, counts, *weights, None, None, False, "own")[1].numel() == 0
+    assert op.forward(x, counts, *weights, None, None, None, False, "own")[1].numel() == 0

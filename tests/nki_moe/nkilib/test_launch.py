@@ -22,6 +22,7 @@ from moe_cases import assert_close, check_grouped, check_routed, definition, pro
 from nki_moe import nkilib
 from nki_moe.backend import choose
 from nki_moe.experts import reference
+from nki_moe.experts.work import Work
 from nki_moe.nkilib import launch
 from nki_moe.nkilib.layout import blocks, blockwise
 from torch import Tensor
@@ -143,7 +144,7 @@ def test_every_row_is_in_one_block_of_its_expert_and_the_worst_case_suffices(
 ) -> None:
     rows = max(1, sum(counts))
     x, counts_E, weights = problem(counts, rows, 4, 4, torch.float32)
-    a = blockwise(x.detach(), counts_E, *(w.detach() for w in weights), None, None, block_size)
+    a = blockwise(x.detach(), Work(counts_E, *(w.detach() for w in weights), None, None, None), block_size)
     assert len(a.block_to_expert) == blocks(rows, len(counts), block_size)
     ids = a.token_position_to_id.view(-1, block_size)
     owner = torch.repeat_interleave(torch.arange(len(counts)), counts_E)
@@ -172,6 +173,7 @@ def test_is_never_replaced_by_something_else(monkeypatch: pytest.MonkeyPatch) ->
         ({"dim": 768}, "nearest: 512 or 1024"),
         ({"dim": 16384}, "nearest: 8192$"),
         ({"hidden": 128}, "nearest: 256$"),
+        ({"hidden": 320}, "multiples of 256 from 256 to 16384; nearest: 256 or 512"),
         ({"dtype": torch.float32}, "provider='own' takes float32"),
         ({"lnc": 1}, "LNC=2"),
         ({"rows": 0}, "at least one"),

@@ -17,7 +17,8 @@ from nki_moe import neuron
 from nki_moe.arguments import need_one_device, refuse_forward_mode
 from nki_moe.backend import Provider, choose
 from nki_moe.experts import op
-from nki_moe.rotary.op import turn
+from nki_moe.experts.tables import place
+from nki_moe.experts.work import Work
 
 __all__ = ["grouped_mlp", "rope", "routed_mlp"]
 
@@ -53,7 +54,7 @@ def grouped_mlp(
         raise ValueError(
             f"counts_E is {_describe(counts_E)}; expected one int32 or int64 for each of the {w1_EFD.shape[0]} experts"
         )
-    return _run(provider, x_RD, counts_E, w1_EFD, w2_EDF, w3_EFD, None, None)
+    return _run(provider, x_RD, Work(counts_E, w1_EFD, w2_EDF, w3_EFD, None, None, None))
 
 
 def routed_mlp(
@@ -99,76 +100,19 @@ def routed_mlp(
             f"experts_TK is {_describe(experts_TK)} and scores_TK {_describe(scores_TK)}; expected (T, K) for both "
             f"with T = {x_TD.shape[0]}, the tokens of x"
         )
-    E, chosen_R = w1_EFD.shape[0], experts_TK.flatten().long()
-    # what is no expert is of one more, last and uncounted, for need_counts to find
-    chosen_R = torch.where((chosen_R >= 0) & (chosen_R < E), chosen_R, E)
-    counts_E = torch.zeros(E + 1, dtype=torch.int64, device=x_TD.device)
-    counts_E = counts_E.scatter_add(0, chosen_R, torch.ones_like(chosen_R))[:E]
-    return _run(provider, x_TD, counts_E, w1_EFD, w2_EDF, w3_EFD, chosen_R.argsort(stable=True), scores_TK)
+    placement, counts_E = place(experts_TK, w1_EFD.shape[0])
+    return _run(provider, x_TD, Work(counts_E, w1_EFD, w2_EDF, w3_EFD, *placement, scores_TK))
 
 
-def rope(q_BLNH: Tensor, k_BLMH: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k rotated, half-split as in Qwen3; differentiable in q and k.
-
-    Args:
-        q_BLNH: queries in TorchTitan's layout, bfloat16 or float32.
-        k_BLMH: keys, of the same dtype.
-        cos: (L, H), or (B, L, H) where documents in a batch have their own positions; float32, both halves
-            alike (the first is read). Pick rows of a cache by position: cos = cache_cos[positions].
-        sin: of the shape of `cos`.
-
-    Returns:
-        q and k of the shapes and dtypes that they had.
-
-    Raises:
-        ValueError: shapes, dtypes or devices that do not fit together.
-    """
-    refuse_forward_mode(q_BLNH, k_BLMH)
-    B, L, _, H = q_BLNH.shape if q_BLNH.ndim == 4 else (-1, -1, -1, -1)
-    if (
-        q_BLNH.ndim != 4
-        or k_BLMH.ndim != 4
-        or k_BLMH.shape != (B, L, k_BLMH.shape[2], H)
-        or cos.shape not in ((L, H), (B, L, H))
-        or sin.shape != cos.shape
-    ):
-        raise ValueError(
-            f"q is {tuple(q_BLNH.shape)}, k {tuple(k_BLMH.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}; "
-            "expected "
-            "(B, L, N, H), (B, L, M, H) and twice (L, H) or (B, L, H)"
-        )
-    if H % 2 or q_BLNH.dtype != k_BLMH.dtype or q_BLNH.dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(
-            f"head dim {H} must be even and q, k ({q_BLNH.dtype}, {k_BLMH.dtype}) of one dtype, bfloat16 or float32"
-        )
-    if not (cos.is_floating_point() and sin.is_floating_point()):
-        raise ValueError(f"cos is {cos.dtype}, sin {sin.dtype}; expected float32")
-    need_one_device(q=q_BLNH, k=k_BLMH, cos=cos, sin=sin)
-    cos, sin = (c.expand(B, L, H).contiguous() for c in (cos, sin))
-    if _choose(q_BLNH.device.type) == "nki":
-        neuron.register(q_BLNH.device.type, "rope")
-        return torch.ops.nki_moe.rope_nki(q_BLNH.contiguous(), k_BLMH.contiguous(), cos, sin, False)
-    return turn(q_BLNH.contiguous(), k_BLMH.contiguous(), cos, sin, False)
-
-
-def _run(
-    provider: Provider,
-    x: Tensor,
-    counts_E: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    w3: Tensor,
-    order_R: Tensor | None,
-    scores_TK: Tensor | None,
-) -> Tensor:
-    inputs = (x, w1, w2, w3) if scores_TK is None else (x, w1, w2, w3, scores_TK)
+def _run(provider: Provider, x: Tensor, work: Work) -> Tensor:
+    inputs = [t for t in (x, *work[1:4], work.scores_TK) if t is not None]
     refuse_forward_mode(*inputs)
     save = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
     run = op.forward
     if _choose(x.device.type, provider) == "nki":
         neuron.register(x.device.type, provider)
         run = torch.ops.nki_moe.grouped_mlp_nki
-    return run(x, counts_E, w1, w2, w3, order_R, scores_TK, save, provider)[0]
+    return run(x, *work, save, provider)[0]
 
 
 def _validate(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, **routing: Tensor) -> None:

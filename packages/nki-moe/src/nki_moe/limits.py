@@ -1,49 +1,31 @@
 """What the kernels can do, answered without running them: nki_moe.check(...) and nki_moe.check_rope(...).
 
-The SBUF that each kernel needs, and how far F and D are split so that it suffices. hardware.py has the sizes.
+The SBUF that each kernel needs, and how many rows it can therefore work on at a time. hardware.py has the sizes.
 """
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import lru_cache
+from math import ceil, sqrt
+from statistics import NormalDist
 
-from nki_moe.hardware import BYTES, D_SLICE, SBUF_BYTES, TILE, P
+from nki_moe.hardware import BANK, BYTES, CHUNK, LOOP_PASSES, SBUF_BYTES, P
 
-__all__ = ["Fit", "Split", "check", "check_rope", "logical_cores"]
+__all__ = ["Fit", "check", "check_rope", "data_columns", "logical_cores", "widest"]
 
 MAX_EXPERTS = 512  # a launch's tables stay small; Qwen3 has 128
-
-
-class Split(NamedTuple):
-    """The numbers of parts into which F and D are cut, so that SBUF holds the weights of one part.
-
-    `whole` means that it holds an expert at once, and that there is one pass.
-    """
-
-    f_splits: int
-    d_splits: int
-    whole: bool
-
-
-class SumSplit(NamedTuple):
-    """The numbers of parts into which a core's share of F is cut, so that SBUF holds its sums; and F of experts of one
-    tile, which need no sums; and D.
-    """
-
-    f_splits: int
-    f_splits_alone: int
-    d_splits: int
+MAX_BLOCKS = 16  # of 128 rows in an item: beyond, weights are a few percent of the time
 
 
 @dataclass(frozen=True)
 class Fit:
-    """How a shape runs: cores of a logical NeuronCore, each kernel's splits, and the most SBUF bytes per partition."""
+    """How a shape runs: cores of a logical NeuronCore, the blocks of 128 rows that are worked on at a time, the columns of F and rows of D
+    for which a core holds sums at a time, and the SBUF bytes per partition of the loop that needs most."""
 
     lnc: int
-    forward: Split
-    backward_data: Split
-    backward_weights: SumSplit
+    blocks: int
+    f_share: int
+    d_share: int
     sbuf_bytes: int
 
 
@@ -85,62 +67,88 @@ def check(rows: int, experts: int, hidden: int, dim: int, *, dtype: object = "bf
                 + ("LNC=1 halves the unit. " if lnc == 2 else "")
                 + "Tensor parallelism divides F; choose a degree that leaves a multiple"
             )
-    b = BYTES[name]
-    D, F = dim // P, hidden // P  # blocks of 128
-    tables = 80 * experts + 4096  # tiling.py's, and what is small
-    gathered = dim * b if b == 4 else 0  # float32 rows are gathered before they are transposed
+    # sizes that torch.compile made symbolic are fixed here
+    return _plan(int(rows), int(experts), int(hidden), int(dim), name, lnc)
 
-    # Bytes per partition with f blocks of F's weights and d of D's at hand: weights, a tile's input, what is computed
-    # from it.
-    def forward_f(f: int, d: int) -> int:  # with room for a tail and a full tile where the whole expert is
-        tile = max(D * TILE * b * (2 if d else 1), dim * b)
-        return 2 * D * f * P * b + d * F * P * b + tile + max(gathered, 3 * f * TILE * b + 2 * TILE * 4 + out(d))
 
-    def forward_d(d: int) -> int:
-        return F * d * P * b + max(F * TILE * b + out(d), hidden * b)
-
-    def data_f(f: int, d: int) -> int:
-        tile, work = (D + 3 * f) * TILE * b * (2 if d else 1), 2 * f * TILE * b + 7 * TILE * 4
-        return D * f * P * b + 2 * d * F * P * b + tile + max(gathered, work + out(d))
-
-    def data_d(d: int) -> int:
-        return 2 * F * d * P * b + 2 * F * TILE * b + out(d)
-
-    def out(d: int) -> int:  # a slice of D, of all blocks of a tile
-        return min(d, D_SLICE // P) * TILE * b
-
-    def one(f: int, d: int) -> int:
-        return (2 * d + 3 * f) * TILE * b + 2 * max(d, f) * P * b
-
-    def several(f: int, d: int) -> int:
-        return (2 * d + 3 * f) * TILE * b + max(d, f) * P * b + 3 * f * P * d * 4
-
-    where = f"D={dim} F={hidden} {name} at LNC={lnc}"
-    used = []
-
-    def fewest(kernel: str, blocks: int, need: Callable[[int], int]) -> int:
-        """The fewest parts of so many blocks that fit."""
-        for n in (n for n in range(1, blocks + 1) if blocks % n == 0):
-            if tables + need(blocks // n) <= SBUF_BYTES:
-                used.append(tables + need(blocks // n))
-                return n
+@lru_cache(maxsize=256)
+def _plan(rows: int, experts: int, hidden: int, dim: int, dtype: str, lnc: int) -> Fit:
+    """The number of blocks that is modelled as fastest, of those that fit SBUF and keep loops short enough."""
+    size, found, least = BYTES[dtype], [], 0
+    for blocks in range(1, MAX_BLOCKS + 1):
+        used = max(_forward_bytes(hidden, dim, size, blocks), _backward_bytes(hidden, dim, size, blocks))
+        needs = [(*share, max(used, _sum_bytes(*share, hidden, dim, size, blocks))) for share in _shares(hidden, dim, lnc)]
+        least = least or needs[-1][-1]
+        items = rows // (blocks * P) + experts  # any routing of so many rows has at most as many
+        fits = [need for need in needs if need[-1] <= SBUF_BYTES]
+        if fits and items <= LOOP_PASSES:
+            loops = max(hidden // lnc // fits[0][0], dim // lnc // fits[0][1])
+            found.append((_cost(rows, experts, blocks, loops), Fit(lnc, blocks, *fits[0])))
+    if found:
+        return min(found, key=lambda f: f[0])[1]
+    where = f"D={dim} F={hidden} {dtype} at LNC={lnc}"
+    if least > SBUF_BYTES:
         raise ValueError(
-            f"{where}, {kernel}, needs {tables + need(1)} bytes of SBUF per partition however it is split; there are "
-            f"{SBUF_BYTES}. Shard D or F (tensor parallelism), or use LNC=2 or bfloat16"
+            f"{where} needs {least} bytes of SBUF per partition however it is split; there are {SBUF_BYTES}. "
+            "Shard D or F (tensor parallelism), or use LNC=2 or bfloat16"
         )
+    raise ValueError(
+        f"{where}, {rows} rows and {experts} experts: a device loop would run more than {LOOP_PASSES} times, which is not known to "
+        "work. Call with fewer rows at a time"
+    )
 
-    def split(kernel: str, need_f: Callable[[int, int], int], need_d: Callable[[int], int]) -> Split:
-        if tables + need_f(F, D) <= SBUF_BYTES:
-            used.append(tables + need_f(F, D))
-            return Split(1, 1, True)
-        return Split(fewest(kernel, F, lambda f: need_f(f, 0)), fewest(kernel, D, need_d), False)
 
-    forward, data = split("forward", forward_f, forward_d), split("backward for the data", data_f, data_d)
-    kernel = "backward for the weights"
-    d_splits = fewest(kernel, D, lambda d: max(several(1, d), one(1, d)))
-    sums = fewest(kernel, F // lnc, lambda f: several(f, D // d_splits))
-    weights = SumSplit(sums, fewest(kernel, F, lambda f: one(f, D // d_splits)), d_splits)
-    return Fit(lnc, forward, data, weights, max(used))
+def _shares(hidden: int, dim: int, lnc: int) -> list[tuple[int, int]]:
+    """Columns of F and rows of D whose sums are held at a time, from all of a core's to P of each, in as many loops each."""
+    f, d = hidden // lnc // P, dim // lnc // P
+
+    def part(blocks: int, loops: int) -> int:
+        return P * max(n for n in range(1, blocks + 1) if blocks % n == 0 and blocks // n >= min(loops, blocks))
+
+    return list(dict.fromkeys((part(f, loops), part(d, loops)) for loops in range(1, max(f, d) + 1)))
+
+
+def _cost(rows: int, experts: int, blocks: int, loops: int) -> float:
+    """Time of forward and backward in units of a block's matmuls of forward, for rows that are drawn alike: an expert has about a normal
+    number of them. Weights take as long to transpose as a block's matmuls, and longer to load."""
+    mean = rows / experts
+    deviation = sqrt(mean * (1 - 1 / experts))
+    counts = [max(mean + deviation * NormalDist().inv_cdf((i + 0.5) / 20), 1) for i in range(20)]
+    items = sum(ceil(n / (blocks * P)) for n in counts)
+    sums = max(blocks, (0.8 + 0.4 * blocks) * loops)
+    return items * (max(blocks * 1.07 + 1, 1.7 + 0.3 * blocks) + max(1.1 * blocks, 1.7 + 0.5 * blocks) + sums)
+
+
+def _forward_bytes(F: int, D: int, size: int, blocks: int) -> int:
+    """SBUF per partition of forward's loop: the item's rows, h, a group of weights, and what is worked on."""
+    columns, tables = widest(F, BANK), 16 * blocks + 1024
+    rows = (D + F) * blocks * size + D * size
+    return tables + rows + max(2 * D // P * columns, F // P * CHUNK) * size + 4 * CHUNK * size + (4 + 3 * size) * columns
+
+
+def _backward_bytes(F: int, D: int, size: int, blocks: int) -> int:
+    """The same of backward's loop over data, where two halves of the weights are there at most."""
+    wide, tables = max(CHUNK, BANK), 32 * blocks + 1024
+    rows = (D + 2 * F) * blocks * size + D * size
+    columns = data_columns(F, D, size)
+    work = (5 * size + 20) * widest(F, BANK) + columns * size
+    return tables + rows + max(D // P * min(wide, F), 2 * (F // P) * columns) * size + work
+
+
+def data_columns(F: int, D: int, size: int) -> int:
+    """Columns of w1 and w3 that backward has in SBUF at once: all, if both matrices then take a quarter of SBUF."""
+    return D if 2 * (F // P) * D * size <= SBUF_BYTES // 4 else min(CHUNK, D)
+
+
+def _sum_bytes(f_share: int, d_share: int, F: int, D: int, size: int, blocks: int) -> int:
+    """The same of backward's loop over sums."""
+    sums = (2 * f_share // P * D + d_share // P * F) * 4
+    return sums + blocks * (D + d_share + F + 2 * f_share) * size + 2 * max(D, F) * size + 16 * blocks + 1024
+
+
+def widest(total: int, most: int) -> int:
+    """The largest multiple of P up to `most` that divides `total`, itself a multiple of P."""
+    return max(n for n in range(P, min(total, most) + 1, P) if total % n == 0)
 
 
 def check_rope(rows: int, head_dim: int, *, dtype: object = "bfloat16", lnc: int | None = None) -> None:

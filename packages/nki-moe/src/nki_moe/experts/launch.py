@@ -1,120 +1,101 @@
-"""The operators' functions with the kernels doing the work, as experts.torch_path does it in torch.
+"""The operators' functions with this package's kernels doing the work, as experts.torch_path does it in torch.
 
-How a kernel is started is the last argument: on nki-sim, or on Trainium (neuron.py).
+How a kernel is started is an argument: on nki-sim, or on Trainium (neuron.py).
 """
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nki_moe import simulated
-from nki_moe.hardware import P
-from nki_moe.limits import check
-from nki_moe.tiling import columns, routing
+from nki_moe.assumptions import assumed
+from nki_moe.experts.tables import Tables, tables
+from nki_moe.experts.work import Work
+from nki_moe.limits import Fit, check
 
-__all__ = ["backward_data", "backward_weights", "forward", "saved_shape"]
+__all__ = ["Own"]
 
-
-def saved_shape(rows: int, experts: int, hidden: int) -> tuple[int, ...]:
-    """Shape of what forward keeps: which no one but the kernels reads."""
-    return (3, columns(rows, experts), hidden)
-
-
-def forward(
-    x: Tensor,
-    counts_E: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    w3: Tensor,
-    order_R: Tensor | None,
-    scores_TK: Tensor | None,
-    save: bool,
-    run: Callable[..., Any] = simulated.run,
-) -> tuple[Tensor, Tensor]:
-    """The output, [R, D] or [T, D] when fused, and what backward needs (`saved_shape`; empty unless `save`)."""
-    from nki_moe.experts.kernel_forward import forward
-
-    rows = x.shape[0] if order_R is None else order_R.shape[0]
-    fit = check(rows, *w1.shape, dtype=x.dtype)
-    t = routing(counts_E, rows, order_R, scores_TK, fit.lnc)
-    out = run(
-        forward,
-        fit.lnc,
-        *(x, w1, w2, w3, t.plan, t.tails, t.clear, t.source, t.inverse, t.scores),
-        rows=rows,
-        fused=order_R is not None,
-        save=save,
-        **fit.forward._asdict(),
-    )
-    return out[0], out[1].view(saved_shape(rows, w1.shape[0], w1.shape[1])) if save else x.new_empty((0,))
+_DATA = ("passes", "data_expert", "data_rows", "data_reads")
+_SUMS = ("sum_expert", "sum_rows", "sum_reads", "sum_keep")
+_EDGE = ("clear", "row_TK", "score_R")
 
 
-def backward_data(
-    dy: Tensor,
-    counts_E: Tensor,
-    w1: Tensor,
-    w2: Tensor,
-    w3: Tensor,
-    order_R: Tensor | None,
-    scores_TK: Tensor | None,
-    saved: Tensor,
-    run: Callable[..., Any] = simulated.run,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the rows or tokens and of the scores (empty unless fused), and those of gate and up for
-    `backward_weights`.
-    """
-    from nki_moe.experts.kernel_backward_data import backward_data
+class Own:
+    """This package's kernels, started by run."""
 
-    rows = dy.shape[0] if order_R is None else order_R.shape[0]
-    fit = check(rows, *w1.shape, dtype=dy.dtype)
-    t = routing(counts_E, rows, order_R, scores_TK, fit.lnc)
-    dx, dkept, dscore_parts = run(
-        backward_data,
-        fit.lnc,
-        *(dy, w1, w2, w3, _kernel_view(saved)),
-        *(t.plan, t.tails, t.scale, t.clear, t.source, t.score_rows, t.inverse),
-        rows=rows,
-        fused=order_R is not None,
-        **fit.backward_data._asdict(),
-    )
-    dscores = dy.new_empty((0,))
-    if order_R is not None and scores_TK is not None:
-        of_rows = dscore_parts.sum(dim=0)[t.column_R]
-        dscores = scores_TK.new_zeros(order_R.shape).index_copy(0, order_R, of_rows.to(scores_TK.dtype))
-        dscores = dscores.view(scores_TK.shape)
-    return dx, dscores, dkept.view(2, *saved.shape[1:])
+    def __init__(self, run: Callable[..., Any] = simulated.run) -> None:
+        self.run = run
 
+    def saved_shape(self, rows: int, experts: int, hidden: int, dim: int) -> tuple[int, ...]:
+        """Shape of what forward keeps: gate and up of each row."""
+        return (rows, 2 * hidden)
 
-def backward_weights(
-    dy: Tensor,
-    x: Tensor,
-    counts_E: Tensor,
-    order_R: Tensor | None,
-    scores_TK: Tensor | None,
-    saved: Tensor,
-    dgu: Tensor,
-    run: Callable[..., Any] = simulated.run,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of w1, w2, w3 in their layouts, added up in float32 and rounded once."""
-    from nki_moe.experts.kernel_backward_weights import backward_weights
+    def tables_shape(self, x: Tensor, work: Work) -> tuple[int, ...]:
+        """Shape of the routing tables that forward keeps for backward."""
+        fit, choices = _fit(x, work), 0 if work.scores_TK is None else work.scores_TK.shape[1]
+        return (Tables.packed(work.rows(x), work.w1_EFD.shape[0], x.shape[0], choices, fit.blocks, fit.lnc),)
 
-    rows = x.shape[0] if order_R is None else order_R.shape[0]
-    E = counts_E.shape[0]
-    fit = check(rows, E, saved.shape[2], x.shape[1], dtype=x.dtype)
-    t = routing(counts_E, rows, order_R, scores_TK, fit.lnc)
-    return run(
-        backward_weights,
-        fit.lnc,
-        *(dy, x, _kernel_view(saved), _kernel_view(dgu)),
-        *(t.plan, t.tails, t.factors, t.source, t.score_rows),
-        experts=E,
-        fused=order_R is not None,
-        **fit.backward_weights._asdict(),
-    )
+    def forward(self, x: Tensor, work: Work, save: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """y, (R, D) or (T, D) when fused, and what backward needs: `saved_shape` and the tables, both empty unless `save`."""
+        from nki_moe.experts.kernel_forward import forward
+
+        rows, fit = work.rows(x), _fit(x, work)
+        t = tables(work.counts_E, rows, work.placement, work.scores_TK, fit.blocks, fit.lnc)
+        out = self.run(
+            forward,
+            fit.lnc,
+            *(x, work.w1_EFD, work.w2_EDF, work.w3_EFD, *_of(t, *_DATA, *_EDGE)),
+            rows=rows,
+            fused=work.fused,
+            save=save,
+            by_dma=_by_dma(x),
+        )
+        return (*_many(out), t.pack()) if save else (*_many(out), x.new_empty((0,)), t.passes.new_empty((0,)))
+
+    def backward(
+        self, dy: Tensor, x: Tensor, work: Work, saved: Tensor, packed: Tensor, weights: bool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """dx, dscores_TK (empty unless fused), and dw1, dw2, dw3 (empty unless `weights`), added up in float32 and rounded once."""
+        from nki_moe.experts.kernel_backward import backward
+
+        rows, fit = work.rows(dy), _fit(dy, work)
+        K = 0 if work.scores_TK is None else work.scores_TK.shape[1]
+        t = Tables.unpack(packed, rows, work.w1_EFD.shape[0], dy.shape[0], K, fit.blocks, fit.lnc)
+        out = self.run(
+            backward,
+            fit.lnc,
+            *(dy, x, work.w1_EFD, work.w2_EDF, work.w3_EFD, saved, *_of(t, *_DATA, *_SUMS, *_EDGE)),
+            rows=rows,
+            fused=work.fused,
+            weights=weights,
+            f_share=fit.f_share,
+            d_share=fit.d_share,
+            by_dma=_by_dma(dy),
+        )
+        dx, *rest = _many(out)
+        dscores = dy.new_empty((0,))
+        if work.scores_TK is not None:
+            of_rows, *rest = rest
+            dscores = of_rows.view(-1)[t.row_TK].to(work.scores_TK.dtype)
+        dw1, dw2, dw3 = rest if weights else (dy.new_empty((0,)) for _ in range(3))
+        return dx, dscores, dw1, dw2, dw3
 
 
-def _kernel_view(kept: Tensor) -> Tensor:
-    """(kinds, C, F) as the kernels lay it out."""
-    kinds, C, F = kept.shape
-    return kept.view(kinds * P, C, F // P)
+def _fit(x: Tensor, work: Work) -> Fit:
+    return check(work.rows(x), *work.w1_EFD.shape, dtype=x.dtype)
+
+
+def _by_dma(x: Tensor) -> bool:
+    """Whether DMA transposes what it gathers: only two-byte types, and only where the user says that it works."""
+    return x.dtype == torch.bfloat16 and assumed("gather-transpose")
+
+
+def _of(t: Tables, *names: str) -> tuple[Tensor, ...]:
+    return tuple(getattr(t, name) for name in names)
+
+
+def _many(out: Any) -> tuple[Tensor, ...]:
+    """A kernel's results; one that returns one tensor gives it bare."""
+    return (out,) if isinstance(out, Tensor) else tuple(out)

@@ -15,36 +15,13 @@ from torch import Tensor
 from nki_moe import simulated
 from nki_moe.arguments import no_second_derivative
 from nki_moe.backend import choose
-from nki_moe.experts import launch, torch_path
+from nki_moe.experts import torch_path
+from nki_moe.experts.launch import Own
+from nki_moe.experts.work import Work
 from nki_moe.nkilib import launch as nkilib
 from nki_moe.nkilib.launch import Nkilib
 
-__all__ = ["Ops", "Own", "backward", "define", "differentiate", "forward"]
-
-
-class Own:
-    """This package's kernels as the operators want their work done, started by run (launch.py)."""
-
-    def __init__(self, run: Callable[..., Any]) -> None:
-        self.run = run
-
-    def saved_shape(self, rows: int, experts: int, hidden: int, dim: int) -> tuple[int, ...]:
-        """Shape of what forward keeps."""
-        return launch.saved_shape(rows, experts, hidden)
-
-    def forward(self, *args: Any) -> tuple[Tensor, Tensor]:
-        """What experts.torch_path.forward computes, by the kernel."""
-        return launch.forward(*args, run=self.run)  # type: ignore[misc]  # mypy: *args might be longer
-
-    def backward(
-        self, dy: Tensor, x: Tensor, counts_E: Tensor, *rest: Any
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """What experts.torch_path.backward computes, by the kernels."""
-        w1, w2, w3, order_R, scores_TK, saved, wanted = rest
-        dx, dscores, dgu = launch.backward_data(dy, counts_E, w1, w2, w3, order_R, scores_TK, saved, self.run)
-        if not wanted:
-            return dx, dscores, dy.new_empty((0,)), dy.new_empty((0,)), dy.new_empty((0,))
-        return dx, dscores, *launch.backward_weights(dy, x, counts_E, order_R, scores_TK, saved, dgu, self.run)
+__all__ = ["Ops", "backward", "define", "differentiate", "forward"]
 
 
 def implementation(device_type: str, provider: str) -> Any:
@@ -59,10 +36,6 @@ class Ops(NamedTuple):
 
     forward: Callable[..., Any]
     backward: Callable[..., Any]
-
-
-def _rows(x: Tensor, order_R: Tensor | None) -> int:
-    return x.shape[0] if order_R is None else order_R.shape[0]
 
 
 def _or_torch(todo: Any, rows: int) -> Any:
@@ -82,17 +55,19 @@ def define(register: Callable[[str], Callable[..., Any]], work: Callable[[str, s
         w1: Tensor,
         w2: Tensor,
         w3: Tensor,
-        order_R: Tensor | None,
+        row_TK: Tensor | None,
+        choice_R: Tensor | None,
         scores_TK: Tensor | None,
         save: bool,
         provider: str,
-    ) -> tuple[Tensor, Tensor]:
-        """y and what backward needs (empty unless `save`); fused when order_R and scores_TK are given."""
-        rows = _rows(x, order_R)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """y, and what backward needs, values and routing tables (empty unless `save`); fused when row_TK, choice_R and scores_TK are given."""
+        asked = Work(counts_E, w1, w2, w3, row_TK, choice_R, scores_TK)
+        rows = asked.rows(x)
         if look:
-            need_counts(counts_E.tolist(), rows, order_R is not None)
-        todo = _or_torch(work(x.device.type, provider), rows)
-        return todo.forward(x, counts_E, w1, w2, w3, order_R, scores_TK, save)
+            need_counts(counts_E.tolist(), rows, asked.fused)
+        result: tuple[Tensor, Tensor, Tensor] = _or_torch(work(x.device.type, provider), rows).forward(x, asked, save)
+        return result
 
     @register("grouped_mlp_backward")
     def backward(
@@ -102,15 +77,19 @@ def define(register: Callable[[str], Callable[..., Any]], work: Callable[[str, s
         w1: Tensor,
         w2: Tensor,
         w3: Tensor,
-        order_R: Tensor | None,
+        row_TK: Tensor | None,
+        choice_R: Tensor | None,
         scores_TK: Tensor | None,
         saved: Tensor,
+        tables: Tensor,
         weights: bool,
         provider: str,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """dx, dscores_TK (empty unless fused), and dw1, dw2, dw3 (empty unless `weights`)."""
-        todo = _or_torch(work(dy.device.type, provider), _rows(dy, order_R))
-        return todo.backward(dy, x, counts_E, w1, w2, w3, order_R, scores_TK, saved, weights)
+        asked = Work(counts_E, w1, w2, w3, row_TK, choice_R, scores_TK)
+        todo = _or_torch(work(dy.device.type, provider), asked.rows(dy))
+        result: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] = todo.backward(dy, x, asked, saved, tables, weights)
+        return result
 
     return Ops(forward, backward)
 
@@ -133,20 +112,21 @@ def need_counts(counts: list[int], rows: int, routed: bool) -> None:
 def differentiate(ops: Ops) -> tuple[Callable[..., None], Callable[..., Any]]:
     """setup_context and backward for register_autograd: one formula for every backend."""
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        x, counts_E, w1, w2, w3, order_R, scores_TK, _save, ctx.provider = inputs
-        ctx.save_for_backward(x, counts_E, w1, w2, w3, order_R, scores_TK, output[1])
-        ctx.mark_non_differentiable(output[1])
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        *tensors, _save, ctx.provider = inputs
+        ctx.save_for_backward(*tensors, *output[1:])
+        ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
 
-    def backward(ctx: Any, dy: Tensor | None, _dsaved: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
-            return (None,) * 9
+            return (None,) * 10
         weights = any(ctx.needs_input_grad[2:5])
         saved = ctx.saved_tensors  # read once: activation checkpointing gives them once
         dx, dscores, dw1, dw2, dw3 = ops.backward(dy.contiguous(), *saved, weights, ctx.provider)
         dws = (dw1, dw2, dw3) if weights else (None, None, None)
-        return dx, None, *dws, None, None if saved[6] is None else dscores, None, None
+        scored = saved[len(Work._fields)] is not None
+        return dx, None, *dws, None, None, dscores if scored else None, None, None
 
     return setup_context, backward
 
@@ -160,13 +140,15 @@ torch.library.register_autograd("nki_moe::grouped_mlp_backward", no_second_deriv
 
 
 @torch.library.register_fake("nki_moe::grouped_mlp")
-def _(x, counts_E, w1, w2, w3, order_R, scores_TK, save, provider):  # type: ignore[no-untyped-def]
-    rows = _rows(x, order_R)
-    shape = _or_torch(implementation(x.device.type, provider), rows).saved_shape(rows, *w1.shape)
-    return x.new_empty(x.shape), x.new_empty(shape if save else (0,))
+def _(x, counts_E, w1, w2, w3, row_TK, choice_R, scores_TK, save, provider):  # type: ignore[no-untyped-def]
+    asked = Work(counts_E, w1, w2, w3, row_TK, choice_R, scores_TK)
+    rows = asked.rows(x)
+    todo = _or_torch(implementation(x.device.type, provider), rows)
+    saved, tables = (todo.saved_shape(rows, *w1.shape), todo.tables_shape(x, asked)) if save else ((0,), (0,))
+    return x.new_empty(x.shape), x.new_empty(saved), x.new_empty(tables, dtype=torch.int32)
 
 
 @torch.library.register_fake("nki_moe::grouped_mlp_backward")
-def _(dy, x, counts_E, w1, w2, w3, order_R, scores_TK, saved, weights, provider):  # type: ignore[no-untyped-def]
+def _(dy, x, counts_E, w1, w2, w3, row_TK, choice_R, scores_TK, saved, tables, weights, provider):  # type: ignore[no-untyped-def]
     dscores = dy.new_empty((0,)) if scores_TK is None else scores_TK.new_empty(scores_TK.shape)
     return dy.new_empty(dy.shape), dscores, *(dy.new_empty(w.shape if weights else (0,)) for w in (w1, w2, w3))

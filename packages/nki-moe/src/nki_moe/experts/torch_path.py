@@ -17,7 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["backward", "forward", "saved_shape"]
+from nki_moe.experts.work import Work
+
+__all__ = ["backward", "forward", "saved_shape", "tables_shape"]
 
 _ROWS = 1024  # rows of an expert worked on at a time
 _ROWS_WIDENED, _WEIGHT_ROWS_WIDENED = 128, 128  # the same, and rows of a weight, where they are widened
@@ -26,6 +28,15 @@ _ROWS_WIDENED, _WEIGHT_ROWS_WIDENED = 128, 128  # the same, and rows of a weight
 def saved_shape(rows: int, experts: int, hidden: int, dim: int) -> tuple[int, ...]:
     """Shape of what forward keeps for backward."""
     return (2, rows, hidden)
+
+
+def tables_shape(x: Tensor, work: Work) -> tuple[int, ...]:
+    """Shape of the routing tables that forward keeps: none."""
+    return (0,)
+
+
+def _no_tables(x: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.int32, device=x.device)
 
 
 def in_own_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,17 +54,11 @@ def in_own_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @in_own_dtype
 def forward(
-    x: Tensor,
-    counts_E: Tensor,
-    w1_EFD: Tensor,
-    w2_EDF: Tensor,
-    w3_EFD: Tensor,
-    order_R: Tensor | None,
-    scores_TK: Tensor | None,
-    save: bool,
-) -> tuple[Tensor, Tensor]:
-    """y (like x) and what backward needs (empty unless `save`)."""
-    rows = Rows(x, counts_E, order_R, scores_TK)
+    x: Tensor, work: Work, save: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y (like x) and what backward needs (empty unless `save`); no tables."""
+    _, w1_EFD, w2_EDF, w3_EFD, *_ = work
+    rows = Rows(x, work)
     saved_2RF = x.new_empty(saved_shape(rows.total, *w1_EFD.shape) if save else (0,))
     if save:
         saved_2RF[:, rows.used :] = 0
@@ -61,47 +66,42 @@ def forward(
     for e, spans in rows.experts():
         for span in spans:
             x_nD = rows.read(x, span)
-            g_nF, u_nF = times_transposed(x_nD, w1_EFD[e]), times_transposed(x_nD, w3_EFD[e])
-            if save:
+            g_nF, u_nF = (
+                times_transposed(x_nD, w[e], out=_where(saved_2RF[kind, span]) if save else None)
+                for kind, w in enumerate((w1_EFD, w3_EFD))
+            )
+            if save and _where(saved_2RF) is None:
                 saved_2RF[0, span], saved_2RF[1, span] = g_nF, u_nF
-            h_nF = F.silu(g_nF, inplace=True).mul_(u_nF)
+            # what is kept must not be overwritten
+            h_nF = F.silu(g_nF, inplace=_where(saved_2RF) is None or not save).mul_(u_nF)
             del g_nF, u_nF, x_nD
             rows.write(y, span, times_transposed(h_nF, w2_EDF[e], out=rows.place(y, span)), rows.scores_R)
-    return y.to(x.dtype), saved_2RF
+    return y.to(x.dtype), saved_2RF, _no_tables(x)
 
 
 @in_own_dtype
 def backward(
-    dy: Tensor,
-    x: Tensor,
-    counts_E: Tensor,
-    w1_EFD: Tensor,
-    w2_EDF: Tensor,
-    w3_EFD: Tensor,
-    order_R: Tensor | None,
-    scores_TK: Tensor | None,
-    saved_2RF: Tensor,
-    weights: bool,
+    dy: Tensor, x: Tensor, work: Work, saved_2RF: Tensor, _tables: Tensor, weights: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dx (like x), dscores_TK (empty unless fused), and, if `weights`, dw1_EFD, dw2_EDF, dw3_EFD: accumulated in
-    float32, rounded once.
-    """
-    rows = Rows(dy, counts_E, order_R, scores_TK)
+    """dx (like x), dscores_TK (empty unless fused), and, if `weights`, dw1_EFD, dw2_EDF, dw3_EFD: accumulated in float32, rounded once."""
+    _, w1_EFD, w2_EDF, w3_EFD, _, _, scores_TK = work
+    rows = Rows(dy, work)
     dx = rows.output(dy)
     dscores = scores_TK.new_zeros(scores_TK.shape) if scores_TK is not None else dy.new_empty((0,))
     dw1_EFD, dw2_EDF, dw3_EFD = (w.new_empty(w.shape if weights else (0,)) for w in (w1_EFD, w2_EDF, w3_EFD))
     for e, spans in rows.experts():
         every = slice(spans[0].start, spans[-1].stop) if spans else slice(0, 0)
-        dg_nF, du_nF = dy.new_empty((2, every.stop - every.start, w1_EFD.shape[1]))
+        dg_nF, du_nF, *h_nF = dy.new_empty((3 if weights else 2, every.stop - every.start, w1_EFD.shape[1]))
         for span in spans:
             here = slice(span.start - every.start, span.stop - every.start)
             dh = times(rows.read(dy, span), w2_EDF[e])
             g, u = (kept_RF[span].to(dh.dtype) for kept_RF in saved_2RF)
             s = F.silu(g)
-            if (
-                rows.scores_R is not None and order_R is not None
-            ):  # <dy, y> = <dy w2, h>: the score's gradient without y
-                dscores.view(-1)[order_R[span]] = (dh * s * u).sum(dim=1).to(dscores.dtype)
+            if weights:
+                torch.mul(s, u, out=h_nF[0][here]) if s.dtype == dy.dtype else h_nF[0][here].copy_(s * u)
+            if rows.scores_R is not None and rows.choice_R is not None:
+                # <dy, y> = <dy w2, h>: the score's gradient without y
+                dscores.view(-1)[rows.choice_R[span]] = (dh * s * u).sum(dim=1).to(dscores.dtype)
                 dh *= rows.scores_R[span, None]
             du_nF[here] = s.mul_(dh)
             dg_nF[here] = torch.ops.aten.silu_backward(dh.mul_(u), g)
@@ -114,10 +114,9 @@ def backward(
             outer(dg_nF, x_nD, dw1_EFD[e])
             outer(du_nF, x_nD, dw3_EFD[e])
             del dg_nF, du_nF, x_nD
-            h_nF = F.silu(saved_2RF[0, every]).mul_(saved_2RF[1, every])
             if rows.scores_R is not None:  # here rather than on dy, which is wider
-                h_nF *= rows.scores_R[every, None]
-            outer(rows.read(dy, every), h_nF, dw2_EDF[e])
+                h_nF[0] *= rows.scores_R[every, None]
+            outer(rows.read(dy, every), h_nF[0], dw2_EDF[e])
             del h_nF
     return dx.to(dy.dtype), dscores, dw1_EFD, dw2_EDF, dw3_EFD
 
@@ -127,12 +126,15 @@ class Rows:
     expert.
     """
 
-    def __init__(self, x: Tensor, counts_E: Tensor, order_R: Tensor | None, scores_TK: Tensor | None) -> None:
-        self.total = x.shape[0] if order_R is None else order_R.shape[0]
-        self.counts: list[int] = counts_E.tolist() if self.total else [0] * counts_E.shape[0]
+    def __init__(self, x: Tensor, work: Work) -> None:
+        self.total = work.rows(x)
+        self.counts: list[int] = work.counts_E.tolist() if self.total else [0] * work.counts_E.shape[0]
         self.used = sum(self.counts)
-        self.tokens_R = None if order_R is None or scores_TK is None else order_R // scores_TK.shape[1]
-        self.scores_R = None if order_R is None or scores_TK is None else scores_TK.reshape(-1)[order_R]
+        self.choice_R = self.tokens_R = self.scores_R = None
+        if work.choice_R is not None and work.scores_TK is not None:
+            self.choice_R = work.choice_R.long()
+            self.tokens_R = self.choice_R // work.scores_TK.shape[1]
+            self.scores_R = work.scores_TK.reshape(-1)[self.choice_R]
         self.at_a_time = _ROWS if _compute_dtype(x.dtype) == x.dtype else _ROWS_WIDENED
 
     def experts(self) -> Iterator[tuple[int, list[slice]]]:
@@ -155,8 +157,8 @@ class Rows:
         return out
 
     def place(self, out: Tensor, span: slice) -> Tensor | None:
-        """The memory in which a span's result may be computed: where it belongs, if it can be."""
-        return out[span] if self.tokens_R is None and out.dtype == _compute_dtype(out.dtype) else None
+        """Where a span's result may be computed: where it belongs, if it can be."""
+        return _where(out[span]) if self.tokens_R is None else None
 
     def write(self, out: Tensor, span: slice, value: Tensor, scores_R: Tensor | None = None) -> None:
         """Put a span's result where it belongs; fused, add it to its tokens, weighted by the scores."""
@@ -207,6 +209,11 @@ def outer(a_nM: Tensor, b_nK: Tensor, out_MK: Tensor) -> None:
             for a, b in zip(a_nM[:, block].split(span), b_nK.split(span), strict=True):
                 total.addmm_(a.to(dtype).T, b.to(dtype))
             out_MK[block] = total
+
+
+def _where(out: Tensor) -> Tensor | None:
+    """`out`, if matmuls may write there: their dtype is its own."""
+    return out if _compute_dtype(out.dtype) == out.dtype else None
 
 
 def _blocks(w_MK: Tensor) -> list[slice]:

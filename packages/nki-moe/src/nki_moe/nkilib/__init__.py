@@ -36,7 +36,7 @@ def check(
         raise ValueError(f"dtype {name}: nki-library's kernels compute in bfloat16; provider='own' takes float32 too")
     if rows < 1 or experts < 1:
         raise ValueError(f"{rows} rows, {experts} experts: there must be at least one of each")
-    for what, size, unit, least, most in (("dim (D)", dim, 512, 512, 8192), ("hidden (F)", hidden, 64, 256, 16384)):
+    for what, size, unit, least, most in (("dim (D)", dim, 512, 512, 8192), ("hidden (F)", hidden, 256, 256, 16384)):
         if size % unit or not least <= size <= most:
             low, high = (min(max(n * unit, least), most) for n in (size // unit, -(-size // unit)))
             near = f"{low} or {high}" if low != high else f"{low}"

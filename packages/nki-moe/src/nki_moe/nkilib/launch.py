@@ -8,8 +8,10 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from nki_moe.experts.work import Work
 from nki_moe.nkilib import block_size, check
 from nki_moe.nkilib.layout import blocks, blockwise, score_gradients, weight_gradients, with_padding
 
@@ -31,58 +33,46 @@ class Nkilib:
 
     def forward(
         self,
-        x: Tensor,
-        counts_E: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        w3: Tensor,
-        order_R: Tensor | None,
-        scores_TK: Tensor | None,
-        save: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """What experts.torch_path.forward computes, by AWS's kernel."""
+        x: Tensor, work: Work, save: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As experts.torch_path.forward."""
         from nki_moe.nkilib import kernel
 
-        rows = x.shape[0] if order_R is None else order_R.shape[0]
+        rows, w1 = work.rows(x), work.w1_EFD
         check(rows, *w1.shape, dtype=x.dtype)
         B = block_size(rows, w1.shape[0])
-        blocked = blockwise(x, counts_E, w1, w2, w3, order_R, scores_TK, B)
+        blocked = blockwise(x, work, B)
+        none = torch.empty(0, dtype=torch.int32, device=x.device)
         out = self.run(kernel.forward, LNC, *blocked, block_size=B, save=save)
         if not save:
-            return (out if isinstance(out, Tensor) else out[0])[:-1].contiguous(), x.new_empty((0,))
+            return (out if isinstance(out, Tensor) else out[0])[:-1].contiguous(), x.new_empty((0,)), none
         kept = x.new_empty(self.saved_shape(rows, *w1.shape))
         for part, value in zip(self._parts(kept, rows, *w1.shape), out[1:], strict=True):
             part.copy_(value)
-        return out[0][:-1].contiguous(), kept
+        return out[0][:-1].contiguous(), kept, none
 
     def backward(
-        self,
-        dy: Tensor,
-        x: Tensor,
-        counts_E: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        w3: Tensor,
-        order_R: Tensor | None,
-        scores_TK: Tensor | None,
-        saved: Tensor,
-        weights: bool,
+        self, dy: Tensor, x: Tensor, work: Work, saved: Tensor, _tables: Tensor, weights: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """What experts.torch_path.backward computes. AWS's kernel computes all gradients, wanted or not."""
         from nki_moe.nkilib import kernel
 
-        rows = x.shape[0] if order_R is None else order_R.shape[0]
-        B = block_size(rows, w1.shape[0])
-        blocked = blockwise(x, counts_E, w1, w2, w3, order_R, scores_TK, B)
-        kept = self._parts(saved, rows, *w1.shape)
+        rows, ws = work.rows(x), work[1:4]
+        B = block_size(rows, ws[0].shape[0])
+        blocked = blockwise(x, work, B)
+        kept = self._parts(saved, rows, *ws[0].shape)
         dhidden, daffinities, dgate_up, ddown = self.run(
             kernel.backward, LNC, *blocked, *kept, with_padding(dy), block_size=B
         )
         dscores = dy.new_empty((0,))
-        if order_R is not None and scores_TK is not None:
-            dscores = score_gradients(daffinities, counts_E, order_R, scores_TK)
-        dws = weight_gradients(dgate_up, ddown) if weights else tuple(w.new_empty((0,)) for w in (w1, w2, w3))
+        if work.scores_TK is not None:
+            dscores = score_gradients(daffinities, work)
+        dws = weight_gradients(dgate_up, ddown) if weights else tuple(w.new_empty((0,)) for w in ws)
         return dhidden[:-1].contiguous(), dscores, *dws
+
+    def tables_shape(self, x: Tensor, work: Work) -> tuple[int, ...]:
+        """Shape of the routing tables that forward keeps: none, since AWS's kernels have tables of their own."""
+        return (0,)
 
     def _parts(self, saved: Tensor, rows: int, experts: int, hidden: int, dim: int) -> tuple[Tensor, Tensor]:
         B = block_size(rows, experts)

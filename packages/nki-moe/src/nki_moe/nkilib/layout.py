@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nki_moe.experts.work import Work
+
 __all__ = ["Blockwise", "blocks", "blockwise", "score_gradients", "weight_gradients", "with_padding"]
 
 
@@ -32,30 +34,21 @@ def blocks(rows: int, experts: int, block_size: int) -> int:
     return -(-max(rows - (experts - 1), 0) // block_size) + experts - 1
 
 
-def blockwise(
-    x: Tensor,
-    counts_E: Tensor,
-    w1_EFD: Tensor,
-    w2_EDF: Tensor,
-    w3_EFD: Tensor,
-    order_R: Tensor | None,
-    scores_TK: Tensor | None,
-    block_size: int,
-) -> Blockwise:
+def blockwise(x: Tensor, work: Work, block_size: int) -> Blockwise:
     """nki-library's view of the operators' arguments.
 
-    Fused (order_R, scores_TK), a token is one of theirs, with its scores as affinities; otherwise each row is a token
-    of its own, with affinity 1 to its expert. Rows past the last expert's are in no block. Row T of the result is
-    padding.
+    When rows are gathered, a token is one of theirs, with its scores as affinities; otherwise each row is a token of its own, with
+    affinity 1 to its expert. Rows past the last expert's are in no block. Row T of the result is padding.
     """
+    counts_E, w1_EFD, w2_EDF, w3_EFD, _, choice_R, scores_TK = work
     T, E = x.shape[0], w1_EFD.shape[0]
-    R = T if order_R is None else order_R.shape[0]
+    R = work.rows(x)
     N, device = blocks(R, E, block_size), x.device
     counts = counts_E.long()
     end = counts.cumsum(0)
     last_block = (-(-counts // block_size)).cumsum(0)
     block_N = torch.arange(N, device=device)
-    expert_N = torch.bucketize(block_N, last_block, right=True).clamp(max=E - 1)
+    expert_N = _owners(last_block, block_N).clamp(max=E - 1)
     first_block = last_block - -(-counts // block_size)
     within_NB = (block_N - first_block[expert_N])[:, None] * block_size + torch.arange(block_size, device=device)
     row_NB = (end - counts)[expert_N][:, None] + within_NB
@@ -63,11 +56,11 @@ def blockwise(
 
     token_R = torch.arange(R, device=device)
     score_R = x.new_ones(R)
-    if order_R is not None and scores_TK is not None:
-        token_R, score_R = order_R // scores_TK.shape[1], scores_TK.reshape(-1)[order_R].to(x.dtype)
+    if choice_R is not None and scores_TK is not None:
+        token_R, score_R = choice_R.long() // scores_TK.shape[1], scores_TK.reshape(-1)[choice_R].to(x.dtype)
     else:
         x = torch.where((token_R < end[-1])[:, None], x, 0)  # what lies beyond may be NaN
-    owner_R = _owners(counts_E, R)
+    owner_R = _owners(end, torch.arange(R, device=device))
     affinity = x.new_zeros((T + 1) * E + 1).index_copy(
         0, torch.where(owner_R < E, token_R * E + owner_R, (T + 1) * E), score_R
     )
@@ -86,16 +79,18 @@ def with_padding(x_TD: Tensor) -> Tensor:
     return torch.cat([x_TD, x_TD.new_zeros(1, x_TD.shape[1])])
 
 
-def _owners(counts_E: Tensor, rows: int) -> Tensor:
-    """The expert of each row; E where it has none."""
-    return torch.bucketize(torch.arange(rows, device=counts_E.device), counts_E.long().cumsum(0), right=True)
+def _owners(end_E: Tensor, which_N: Tensor) -> Tensor:
+    """The first group of each whose end is past it; the number of groups where there is none."""
+    return (which_N[:, None] >= end_E).sum(1)
 
 
-def score_gradients(daffinities: Tensor, counts_E: Tensor, order_R: Tensor, scores_TK: Tensor) -> Tensor:
+def score_gradients(daffinities: Tensor, work: Work) -> Tensor:
     """dscores_TK from nki-library's gradients of affinities ((T + 1) E, 1)."""
-    T, K = scores_TK.shape
-    of_rows = daffinities[order_R // K * counts_E.shape[0] + _owners(counts_E, T * K), 0]
-    return scores_TK.new_zeros(T * K).index_copy(0, order_R, of_rows.to(scores_TK.dtype)).view(T, K)
+    assert work.scores_TK is not None and work.row_TK is not None
+    T, E = work.scores_TK.shape[0], work.counts_E.shape[0]
+    owner_TK = _owners(work.counts_E.cumsum(0), work.row_TK.reshape(-1)).view(work.row_TK.shape)
+    token_T = torch.arange(T, device=owner_TK.device)
+    return daffinities[token_T[:, None] * E + owner_TK, 0].to(work.scores_TK.dtype)
 
 
 def weight_gradients(gate_up_EH2I: Tensor, down_EIH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
