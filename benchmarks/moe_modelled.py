@@ -123,7 +123,12 @@ def sensitivity(out: Path) -> None:
     every = {name: value for change in PESSIMISTIC.values() for name, value in change.items()}
     lone = {"dma_engines": nki_sim.Model().lone_dma_engines}
     found = {}
-    for name, change in {"as assumed": {}, **PESSIMISTIC, "all of these": every, "a core alone on its chip": lone}.items():
+    for name, change in {
+        "as assumed": {},
+        **PESSIMISTIC,
+        "all of these": every,
+        "a core alone on its chip": lone,
+    }.items():
         rows = measure(*CASES[0], dataclasses.replace(nki_sim.Model(), **change))
         found[name] = {r["pass"]: r["scheduled"] for r in rows}
         print(f"{name:55} " + "  ".join(f"{key} {value:.3f}" for key, value in found[name].items()), flush=True)
@@ -238,9 +243,8 @@ def summary(R: int, E: int, routing: str, lnc: int, name: str, part: list[Any], 
 
 def nki_library(checkout: Path, R: int, E: int, block: int) -> list[dict[str, Any]]:
     """AWS's forward, which keeps what its backward needs, and backward."""
-    from nki_moe.nkilib.layout import blockwise
-
     from nki_moe.experts.work import Work
+    from nki_moe.nkilib.layout import blockwise
 
     x, w1, w2, w3 = problem(R, E)
     inputs = blockwise(x, Work(counts_of(R, E), w1, w2, w3, None, None, None), block)._asdict() | {"block_size": block}

@@ -34,13 +34,17 @@ def test_no_loop_is_longer_than_what_is_known_to_work(D: int, F: int, E: int, ro
     fit = check(rows, E, F, D, lnc=lnc)
     assert most_items(rows, E, fit.blocks * P, 1) <= LOOP_PASSES == 2048
     assert -(-rows // P) / CLEARED <= LOOP_PASSES
-    with pytest.raises(ValueError, match="more than 2048 times, which is not known to work. Call with fewer rows"):
+    with pytest.raises(ValueError, match=r"more than 2048 times, .* Call with fewer rows"):
         check(2**24, E, F, D, lnc=lnc)
 
 
 def test_an_expert_of_as_many_rows_as_the_mean_is_one_item_or_few() -> None:
     """128 experts of 256 rows each take three blocks, since half of them have a few rows more than two."""
-    assert [check(rows, E, 768, 2048, lnc=2).blocks for rows, E in ((16384, 16), (32768, 128), (4096, 128))] == [9, 3, 1]
+    assert [check(rows, E, 768, 2048, lnc=2).blocks for rows, E in ((16384, 16), (32768, 128), (4096, 128))] == [
+        9,
+        3,
+        1,
+    ]
 
 
 @pytest.mark.parametrize(

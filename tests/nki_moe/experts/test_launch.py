@@ -80,8 +80,10 @@ def test_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("lnc", "f_share"), [("1", 256), ("2", 128)])
 def test_shares_of_f_and_d_change_nothing(monkeypatch: pytest.MonkeyPatch, lnc: str, f_share: int) -> None:
-    """What 235B needs (its sums exceed SBUF), at a size that runs quickly: SBUF made to look small. Forward keeps groups of 384 columns: a
-    share may lie within one, and in two."""
+    """What 235B needs (its sums exceed SBUF), at a size that runs quickly, as SBUF is made to look small.
+
+    Forward keeps groups of 384 columns: a share may lie within one, and in two.
+    """
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", lnc)
     monkeypatch.setattr("nki_moe.limits.SBUF_BYTES", 48_000)
     limits._plan.cache_clear()

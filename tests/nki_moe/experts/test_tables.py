@@ -1,4 +1,4 @@
-"""Contract of tables.py: every row is in one item of each list, the cores have as many items, and nothing sorts or asks the device."""
+"""Contract of tables.py: every row is in one item of each list, and nothing sorts or asks the device for a value."""
 
 from collections import Counter
 from typing import Any
@@ -14,7 +14,19 @@ from nki_moe.hardware import P
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # What sorts, searches, makes a shape of values, or brings a value to the host.
-REFUSED = ("sort", "argsort", "topk", "bincount", "histc", "nonzero", "bucketize", "searchsorted", "unique", "item", "_local_scalar_dense")
+REFUSED = (
+    "sort",
+    "argsort",
+    "topk",
+    "bincount",
+    "histc",
+    "nonzero",
+    "bucketize",
+    "searchsorted",
+    "unique",
+    "item",
+    "_local_scalar_dense",
+)
 
 # What moves nothing.
 VIEWS = ("view", "_unsafe_view", "slice", "select", "unsqueeze", "transpose", "unbind", "expand")
@@ -30,7 +42,8 @@ class Seen(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         self.names[name] += 1
-        assert not any(name == refused or name.startswith(f"{refused}_") for refused in REFUSED), f"{func} in a training step"
+        refused = any(name == r or name.startswith(f"{r}_") for r in REFUSED)
+        assert not refused, f"{func} in a training step"
         return func(*args, **(kwargs or {}))
 
 
@@ -120,7 +133,7 @@ def test_tables_take_few_operators_and_none_that_sorts_or_reads() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_training_step_with_kernels_neither_sorts_nor_reads(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Around the kernels, whose results come from a stand-in here; tables are made once, and backward takes forward's."""
+    """A stand-in has the kernels' results here; tables are made once, and backward takes forward's."""
     from nki_moe.experts import launch
     from nki_moe.experts.work import Work
 

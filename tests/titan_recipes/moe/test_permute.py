@@ -61,9 +61,38 @@ def test_rows_without_a_choice_never_contribute(block, experts, garbage):
     torch.testing.assert_close(scores_TK.grad, scores2_TK.grad)
 
 
+class NoSort(TorchDispatchMode):
+    """Refuses what sorts, searches, or brings a value to the host."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        refused = (
+            "sort",
+            "argsort",
+            "topk",
+            "bincount",
+            "nonzero",
+            "bucketize",
+            "searchsorted",
+            "unique",
+            "_local_scalar",
+        )
+        assert not name.startswith(refused), f"{func} in a training step"
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_route_sorts_or_reads_a_value():
+    expert_TK = routing()
+    (x_TD, scores_TK) = inputs()
+    with NoSort():
+        rows = packed_rows(T * K, E, 4)
+        for placement in (pack(expert_TK, E, rows, 4)[0], pack_all(expert_TK, E), segment(expert_TK % 2, 2, 40)):
+            combine_rows(take_rows(x_TD, placement), placement, scores_TK).sum().backward()
+
+
 def test_all_choices_here_and_blocks_of_one_need_no_other_rows():
     expert_TK = routing()
-    full, (packed, counts_E) = pack_all(expert_TK), pack(expert_TK, E, packed_rows(T * K, E, 1))
+    full, (packed, counts_E) = pack_all(expert_TK, E), pack(expert_TK, E, packed_rows(T * K, E, 1))
     assert full.here_TK is None and full.filled_R is None
     assert torch.equal(full.row_TK, packed.row_TK) and torch.equal(full.choice_R, packed.choice_R)
     assert torch.equal(counts_E, expert_TK.flatten().bincount(minlength=E)) and packed.filled_R.all()
@@ -97,7 +126,7 @@ def test_a_full_segment_turns_away_the_later_tokens():
 
 def test_bfloat16_rows_are_scored_and_summed_in_float32():
     x_TD, scores_TK = inputs()
-    placement = pack_all(routing())
+    placement = pack_all(routing(), E)
     y_RD = take_rows(x_TD.detach().bfloat16(), placement)
     out_TD = combine_rows(y_RD, placement, scores_TK)
     exact_TD = x_TD.detach().bfloat16().float() * scores_TK.sum(1, keepdim=True)
@@ -114,7 +143,7 @@ def test_any_number_of_tokens_has_its_rows(tokens, block):
     """Case 112: none, and a number that no degree divides."""
     expert_TK = routing(tokens=tokens)
     x_TD, scores_TK = torch.randn(tokens, D, requires_grad=True), torch.rand(tokens, K, requires_grad=True)
-    placement = pack(expert_TK, E, packed_rows(tokens * K, E, block), block)[0] if block else pack_all(expert_TK)
+    placement = pack(expert_TK, E, packed_rows(tokens * K, E, block), block)[0] if block else pack_all(expert_TK, E)
     out_TD = combine_rows(take_rows(x_TD, placement) * 2, placement, scores_TK)
     torch.testing.assert_close(out_TD, 2 * x_TD * scores_TK.sum(1, keepdim=True))
     assert [g.shape for g in torch.autograd.grad(out_TD.sum(), [x_TD, scores_TK])] == [(tokens, D), (tokens, K)]

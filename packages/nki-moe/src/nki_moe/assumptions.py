@@ -1,7 +1,7 @@
 """Readings of NKI wider than what its documents promise, each off unless a user names it: NKI_MOE_ASSUME=name,name.
 
-The kernels take the narrowest reading of AWS's pages. A user who has seen a wider one to hold on his device may name it here.
-docs/kernels.md lists what each rests on.
+The kernels take the narrowest reading of AWS's pages. A user who has seen a wider one to hold on his device may name
+it here. docs/kernels.md lists what each rests on.
 """
 
 import os
@@ -10,8 +10,8 @@ __all__ = ["KNOWN", "VARIABLE", "assumed"]
 
 VARIABLE = "NKI_MOE_ASSUME"
 KNOWN = {
-    "gather-transpose": "DMA transposes rows that it gathers by an index in SBUF, at the rate of its other transposes; saves the Tensor "
-    "Engine the transposition of rows and of forward's weights (bfloat16)",
+    "gather-transpose": "DMA transposes rows that it gathers by an index in SBUF, at the rate of its other transposes; "
+    "saves the Tensor Engine the transposition of rows and of forward's weights (bfloat16)",
 }
 
 

@@ -19,8 +19,11 @@ MAX_BLOCKS = 16  # of 128 rows in an item: beyond, weights are a few percent of 
 
 @dataclass(frozen=True)
 class Fit:
-    """How a shape runs: cores of a logical NeuronCore, the blocks of 128 rows that are worked on at a time, the columns of F and rows of D
-    for which a core holds sums at a time, and the SBUF bytes per partition of the loop that needs most."""
+    """How a shape runs.
+
+    The cores of a logical NeuronCore, the blocks of 128 rows that are worked on at a time, the columns of F and rows
+    of D for which a core holds sums at a time, and the SBUF bytes per partition of the loop that needs most.
+    """
 
     lnc: int
     blocks: int
@@ -77,7 +80,8 @@ def _plan(rows: int, experts: int, hidden: int, dim: int, dtype: str, lnc: int) 
     size, found, least = BYTES[dtype], [], 0
     for blocks in range(1, MAX_BLOCKS + 1):
         used = max(_forward_bytes(hidden, dim, size, blocks), _backward_bytes(hidden, dim, size, blocks))
-        needs = [(*share, max(used, _sum_bytes(*share, hidden, dim, size, blocks))) for share in _shares(hidden, dim, lnc)]
+        shares = _shares(hidden, dim, lnc)
+        needs = [(*share, max(used, _sum_bytes(*share, hidden, dim, size, blocks))) for share in shares]
         least = least or needs[-1][-1]
         items = rows // (blocks * P) + experts  # any routing of so many rows has at most as many
         fits = [need for need in needs if need[-1] <= SBUF_BYTES]
@@ -93,13 +97,13 @@ def _plan(rows: int, experts: int, hidden: int, dim: int, dtype: str, lnc: int) 
             "Shard D or F (tensor parallelism), or use LNC=2 or bfloat16"
         )
     raise ValueError(
-        f"{where}, {rows} rows and {experts} experts: a device loop would run more than {LOOP_PASSES} times, which is not known to "
-        "work. Call with fewer rows at a time"
+        f"{where}, {rows} rows and {experts} experts: a device loop would run more than {LOOP_PASSES} times, which is "
+        "not known to work. Call with fewer rows at a time"
     )
 
 
 def _shares(hidden: int, dim: int, lnc: int) -> list[tuple[int, int]]:
-    """Columns of F and rows of D whose sums are held at a time, from all of a core's to P of each, in as many loops each."""
+    """Columns of F and rows of D whose sums are held at a time: from all of a core's to P of each."""
     f, d = hidden // lnc // P, dim // lnc // P
 
     def part(blocks: int, loops: int) -> int:
@@ -109,8 +113,11 @@ def _shares(hidden: int, dim: int, lnc: int) -> list[tuple[int, int]]:
 
 
 def _cost(rows: int, experts: int, blocks: int, loops: int) -> float:
-    """Time of forward and backward in units of a block's matmuls of forward, for rows that are drawn alike: an expert has about a normal
-    number of them. Weights take as long to transpose as a block's matmuls, and longer to load."""
+    """Time of forward and backward, in units of a block's matmuls of forward, for rows that are drawn alike.
+
+    An expert then has about a normal number of them. Weights take as long to transpose as a block's matmuls, and
+    longer to load.
+    """
     mean = rows / experts
     deviation = sqrt(mean * (1 - 1 / experts))
     counts = [max(mean + deviation * NormalDist().inv_cdf((i + 0.5) / 20), 1) for i in range(20)]
@@ -123,7 +130,8 @@ def _forward_bytes(F: int, D: int, size: int, blocks: int) -> int:
     """SBUF per partition of forward's loop: the item's rows, h, a group of weights, and what is worked on."""
     columns, tables = widest(F, BANK), 16 * blocks + 1024
     rows = (D + F) * blocks * size + D * size
-    return tables + rows + max(2 * D // P * columns, F // P * CHUNK) * size + 4 * CHUNK * size + (4 + 3 * size) * columns
+    weights = max(2 * D // P * columns, F // P * CHUNK) + 4 * CHUNK
+    return tables + rows + weights * size + (4 + 3 * size) * columns
 
 
 def _backward_bytes(F: int, D: int, size: int, blocks: int) -> int:

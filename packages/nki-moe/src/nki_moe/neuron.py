@@ -74,8 +74,8 @@ def register(device_type: str, kernels: Kernels = "own") -> bool:
 def run(kernel: Any, lnc: int, *tensors: Tensor, **constants: Any) -> Any:
     """Launch on the pair of cores (or the one) of a logical NeuronCore.
 
-    A kernel is compiled for its sizes: where torch.compile has made one symbolic, it is fixed here, with a guard; and for tensors that
-    lie in memory in order.
+    A kernel is compiled for its sizes: where torch.compile has made one symbolic, it is fixed here, with a guard;
+    and for tensors that lie in memory in order.
 
     Returns:
         What the kernel returns: a tuple, or for one result that tensor.
@@ -88,8 +88,8 @@ def run(kernel: Any, lnc: int, *tensors: Tensor, **constants: Any) -> Any:
 def _wrapped(kernel: Any, lnc: int) -> Any:
     """The kernel as torch_neuronx launches it, wrapped once, since each wrap registers it again.
 
-    The grid is a tuple. A torch_neuronx whose kernels take no grid (AWS announces that NEURON_LOGICAL_NC_CONFIG replaces it) launches on
-    what that variable says, which limits.logical_cores has read.
+    The grid is a tuple. A torch_neuronx whose kernels take no grid (AWS announces that NEURON_LOGICAL_NC_CONFIG
+    replaces it) launches on what that variable says, which limits.logical_cores has read.
     """
     import torch_neuronx
 
@@ -98,8 +98,8 @@ def _wrapped(kernel: Any, lnc: int) -> Any:
         return wrapped[(lnc,)]
     if lnc != logical_cores():
         raise RuntimeError(
-            f"this torch-neuronx launches kernels on NEURON_LOGICAL_NC_CONFIG={logical_cores()} cores; {lnc} were asked for. "
-            "Set the variable"
+            f"this torch-neuronx launches kernels on NEURON_LOGICAL_NC_CONFIG={logical_cores()} cores; {lnc} were "
+            "asked for. Set the variable"
         )
     return wrapped
 
@@ -126,8 +126,8 @@ def self_check(device_type: str, kernels: Kernels = "own") -> None:
     """Compare small forwards and backwards with torch's, whatever the caller's grad mode is.
 
     Raises:
-        RuntimeError: results that differ. A check that does not end within CHECK_SECONDS ends the process, since nothing else stops a
-            device that hangs.
+        RuntimeError: results that differ. A check that does not end within CHECK_SECONDS ends the process, since
+            nothing else stops a device that hangs.
     """
     with time_limit(float(os.environ.get(CHECK_SECONDS, 1800)), f"nki-moe self-check of {kernels} kernels"):
         with torch.inference_mode(False), torch.enable_grad():
@@ -138,9 +138,9 @@ def self_check(device_type: str, kernels: Kernels = "own") -> None:
             if not error < 2e-2:
                 zeros = " (all zeros)" if not found.any() else ""
                 raise RuntimeError(
-                    f"nki-moe self-check: {kernels} kernels' {name} on a fixed small input differs from torch's by {error:.1e} relative"
-                    f"{zeros}, at most 2e-2 expected. Found {_versions()}; docs/kernels.md names versions that go together. "
-                    "NKI_MOE_BACKEND=torch runs without kernels"
+                    f"nki-moe self-check: {kernels} kernels' {name} on a fixed small input differs from torch's by "
+                    f"{error:.1e} relative{zeros}, at most 2e-2 expected. Found {_versions()}; docs/kernels.md names "
+                    "versions that go together. NKI_MOE_BACKEND=torch runs without kernels"
                 )
 
 
@@ -153,8 +153,8 @@ def time_limit(seconds: float, what: str, end: Callable[[int], Any] = os._exit) 
 
     def expired() -> None:
         print(
-            f"{what} did not end within {seconds:g} s; found {_versions()}. A device loop may hang: NKI_MOE_BACKEND=torch runs without "
-            f"kernels, {CHECK_SECONDS} sets the limit (a first compilation takes minutes)",
+            f"{what} did not end within {seconds:g} s; found {_versions()}. A device loop may hang: "
+            f"NKI_MOE_BACKEND=torch runs without kernels, {CHECK_SECONDS} sets the limit (a first compilation takes minutes)",
             file=sys.stderr,
             flush=True,
         )
@@ -171,8 +171,11 @@ def time_limit(seconds: float, what: str, end: Callable[[int], Any] = os._exit) 
 
 
 def _expert_results(device_type: str, provider: Provider) -> dict[str, tuple[Tensor, Tensor]]:
-    """y and every gradient, by kernels and by torch: of a routing that a kernel which mixes up items, experts or passes gets wrong. An expert
-    has several items, others none, one row, a full block; and of y alone, which is another program."""
+    """y and every gradient, by kernels and by torch; and y without gradients, which is another program.
+
+    A kernel that mixes up items, experts or passes gets this routing wrong: an expert has several items, others none,
+    one row, or a full block.
+    """
     generator = torch.Generator().manual_seed(0)
     counts_E = torch.tensor([300, 0, 1, 71, 0, 128])
     D = 256 if provider == "own" else 512  # the smallest that each takes

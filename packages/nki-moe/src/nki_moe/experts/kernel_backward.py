@@ -1,7 +1,8 @@
 """Kernel: every gradient of the expert MLP, in one launch: two loops over items of an expert's rows (tables.py).
 
-The first takes the items in turns with the other core and makes the gradients of rows, of scores, and of gate and up. The second adds up
-the gradients of weights, over all items: each core those of its share of F, in float32, in SBUF from item to item of an expert.
+The first takes the items in turns with the other core and makes the gradients of rows, of scores, and of gate and up.
+The second adds up the gradients of weights, over all items: each core has its share of them, in float32, in SBUF from
+item to item of an expert.
 """
 
 from collections.abc import Callable
@@ -43,16 +44,18 @@ def backward(
     """Gradients of rows or tokens, of their scores, and of the weights.
 
     Dimensions:
-        R rows, T tokens, K choices of a token, E experts, D model, F hidden; D and F multiples of 128, of 256 on two cores.
+        R rows, T tokens, K choices of a token, E experts, D model, F hidden; D and F multiples of 128, of 256 on two
+        cores.
 
     Args (all in HBM):
         dy, x: (R, D), or (T, D) when fused; bfloat16 or float32.
         w1, w2, w3: (E, F, D), (E, D, F), (E, F, D), of x's dtype.
         kept: (R, 2 F): gate and up, as forward returned them.
         passes, data_*, sum_*, clear, row_TK, score_R: as in tables.Tables.
-        rows: R. fused: whether dy and x are tokens. weights: whether their gradients are wanted. by_dma: who transposes (assumptions.py).
-        f_share, d_share: for how many columns of F a core holds the sums of dw1 and dw3 at a time, and for how many rows of D those of
-            dw2: divisors of F / cores and D / cores.
+        rows: R. fused: whether dy and x are tokens. weights: whether their gradients are wanted. by_dma: who
+        transposes (assumptions.py).
+        f_share, d_share: for how many columns of F a core holds the sums of dw1 and dw3 at a time, and for how many
+        rows of D those of dw2: divisors of F / cores and D / cores.
 
     Returns:
         dx: like x. Rows of no expert are zero.
@@ -60,10 +63,10 @@ def backward(
         dw1, dw2, dw3: with `weights`, like the weights.
 
     Notes:
-        dg, du and h of a row go from the first loop to the second through HBM, 3 F numbers: the sums of 3 D F float32 and the weights do not
-        fit into SBUF together (at D 2048, F 768: 144 and 72 KiB of the 202 that a partition has).
-        An item that begins an expert multiplies the sums by 0, so the last item of an expert leaves them whole; each item writes them, and
-        the last to write is the last item.
+        dg, du and h of a row go from the first loop to the second through HBM, 3 F numbers: the sums of 3 D F
+        float32 and the weights do not fit into SBUF together (at D 2048, F 768: 144 and 72 KiB of the 202 that a
+        partition has). An item that begins an expert multiplies the sums by 0, so the last item of an expert leaves
+        them whole; each item writes them, and the last to write is the last item.
 
     Pseudocode:
         for item of this core:
@@ -71,7 +74,7 @@ def backward(
             for D: w1, w3; for block: dx[rows] = dg w1 + du w3
         for item: sums = keep * sums + (dg^T x, dy^T h, du^T x); dw[expert] = sums
     """
-    (E, F, D), dtype = w1.shape, dy.dtype
+    (_, F, D), dtype = w1.shape, dy.dtype
     core, cores = nl.program_id(0), nl.num_programs(0)
     dx = nl.ndarray(dy.shape, dtype, buffer=nl.shared_hbm)
     dx_rows = nl.ndarray((rows, D), dtype, buffer=nl.shared_hbm) if fused else dx
@@ -189,8 +192,10 @@ def _through_silu(
 
 
 class Sums:
-    """A core's share of the gradients of weights, for the expert at hand, in float32: dw1 and dw3 for some columns of F, dw2 for some rows
-    of D. So each is written by whole rows."""
+    """A core's share of the gradients of weights, for the expert at hand, in float32.
+
+    It is dw1 and dw3 for some columns of F, and dw2 for some rows of D, so that each is written by whole rows.
+    """
 
     def __init__(
         self, move: Moves, dws: tuple[Any, ...], f_part: tuple[int, int], d_part: tuple[int, int], columns: int
@@ -231,7 +236,10 @@ class Sums:
         return sbs
 
     def _hidden_gradients(self, item: Item, dgu: Any) -> list[list[tuple[Any, Any]]]:
-        """For each block, dg and du of each P columns of the share, (P, P) each. Columns lie in HBM by groups: dg's, then du's."""
+        """For each block, dg and du of each P columns of the share, (P, P) each.
+
+        Columns lie in HBM by groups: the group's dg, then its du.
+        """
         blocks: list[list[tuple[Any, Any]]] = [[] for _ in range(item.blocks)]
         at = self.f0
         while at < self.f0 + self.f_share:

@@ -1,7 +1,7 @@
 """Kernel: y = (silu(x w1) * (x w3)) w2, one item of an expert's rows at a time (tables.py).
 
-Weights stream through the Tensor Engine, which transposes them a few rows at a time between its matmuls, while the item's rows stay in SBUF:
-no DMA transposes anything, and SBUF never holds a whole expert.
+Weights stream through the Tensor Engine, which transposes them a few rows at a time between its matmuls, while the
+item's rows stay in SBUF: no DMA transposes anything, and SBUF never holds a whole expert.
 """
 
 from typing import Any
@@ -33,7 +33,8 @@ def forward(
     """The expert MLP of all rows, or, fused, of tokens: gathered, and summed over their choices, by score.
 
     Dimensions:
-        R rows, T tokens, K choices of a token, E experts, D model, F hidden; D and F multiples of 128, of 256 on two cores.
+        R rows, T tokens, K choices of a token, E experts, D model, F hidden; D and F multiples of 128, of 256 on two
+        cores.
 
     Args (all in HBM):
         x: (R, D), or (T, D) when fused; bfloat16 or float32.
@@ -43,7 +44,8 @@ def forward(
 
     Returns:
         y: like x. Rows of no expert are zero.
-        kept: with `save`, (R, 2 F): gate and up of each row, by groups of columns of F: a group's gate, its up, the next group's.
+        kept: with `save`, (R, 2 F): gate and up of each row, by groups of columns of F: a group's gate, its up, the
+        next group's.
 
     Notes:
         Scores are applied in float32, as an expert's output leaves PSUM; a token's K rows are added up in PSUM.

@@ -38,7 +38,7 @@ class Own:
         return (Tables.packed(work.rows(x), work.w1_EFD.shape[0], x.shape[0], choices, fit.blocks, fit.lnc),)
 
     def forward(self, x: Tensor, work: Work, save: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """y, (R, D) or (T, D) when fused, and what backward needs: `saved_shape` and the tables, both empty unless `save`."""
+        """y, (R, D) or (T, D) when fused; `saved_shape`, and the tables, for backward: both empty unless `save`."""
         from nki_moe.experts.kernel_forward import forward
 
         rows, fit = work.rows(x), _fit(x, work)
@@ -57,7 +57,7 @@ class Own:
     def backward(
         self, dy: Tensor, x: Tensor, work: Work, saved: Tensor, packed: Tensor, weights: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """dx, dscores_TK (empty unless fused), and dw1, dw2, dw3 (empty unless `weights`), added up in float32 and rounded once."""
+        """dx, dscores_TK (empty unless fused), and dw1, dw2, dw3 (empty unless `weights`), rounded once."""
         from nki_moe.experts.kernel_backward import backward
 
         rows, fit = work.rows(dy), _fit(dy, work)

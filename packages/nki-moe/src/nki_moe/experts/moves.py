@@ -1,4 +1,6 @@
-"""What the expert kernels move: rows by index, weights of one expert, blocks turned round by the Tensor Engine, and results out of PSUM.
+"""What the expert kernels move.
+
+Rows by index, weights of one expert, blocks that the Tensor Engine transposes, and results out of PSUM.
 
 A buffer's suffix says where it is: _sb SBUF, _ps PSUM; arguments and results of kernels are in HBM. P = 128 partitions.
 """
@@ -62,7 +64,9 @@ class Item:
 
 
 class Moves:
-    """Moves of one kernel. What leaves PSUM goes through whichever of the Vector and Scalar Engines has had less to do so far.
+    """Moves of one kernel.
+
+    What leaves PSUM goes through whichever of the Vector and Scalar Engines has had less to do so far.
 
     With `by_dma`, DMA transposes what it gathers (assumptions.py); without, the Tensor Engine does.
     """
@@ -72,7 +76,7 @@ class Moves:
         self.numbers: dict[tuple[int, int], Any] = {}  # (E, rows) -> the numbers of all rows of such matrices, in HBM
         self.vector = self.scalar = 0.0  # ns given to each, by the formulas of nki-sim's cost.py
 
-    # -- rows by index -----------------------------------------------------------------------------------------------------
+    # -- rows by index
     def gather(self, x: Any, index_sb: Any, first: int, to_sb: Any) -> None:
         """Columns first... of rows x[index[p]] to partition p, zeros where the index is past the end."""
         nisa.memset(to_sb, 0.0, engine=nisa.engine.gpsimd)
@@ -118,8 +122,10 @@ class Moves:
         loop(passes, 2, some)
 
     def combine(self, y: Any, rows: Any, row_TK: Any) -> None:
-        """y[t] = the sum of rows[row_TK[t, k]] over k, added up in PSUM by an identity matrix. Each core has its share of the columns, of
-        rows that both have written."""
+        """y[t] = the sum of rows[row_TK[t, k]] over k, added up in PSUM by an identity matrix.
+
+        Each core has its share of the columns, of rows that both have written.
+        """
         cores, (T, K), D = nl.num_programs(0), row_TK.shape, y.shape[1]
         if cores == 2:
             nisa.core_barrier(rows, (0, 1))
@@ -147,7 +153,7 @@ class Moves:
         if T % P:
             tokens(T % P, offset=T - T % P)
 
-    # -- weights of an item's expert --------------------------------------------------------------------------------------------
+    # -- weights of an item's expert
     def columns(self, item: Item, w: Any, first: int, count: int) -> Any:
         """(P, rows / P, count): columns first... of a matrix (rows, width), its rows on partitions."""
         _, rows, width = w.shape
@@ -178,7 +184,7 @@ class Moves:
                 self.turn(w_sb, wT_sb[:, c // P : (c + size) // P, r : r + P])
         return wT_sb
 
-    # -- the Tensor Engine's transpositions, and the way out of PSUM --------------------------------------------------------------
+    # -- the Tensor Engine's transpositions, and the way out of PSUM
     def turn(self, from_sb: Any, to_sb: Any) -> None:
         """(P, n P) to (P, n, P): each block of P columns transposed, by the Tensor Engine."""
         bytes_ = 4 if from_sb.dtype == nl.float32 else 2

@@ -61,7 +61,10 @@ def define(register: Callable[[str], Callable[..., Any]], work: Callable[[str, s
         save: bool,
         provider: str,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """y, and what backward needs, values and routing tables (empty unless `save`); fused when row_TK, choice_R and scores_TK are given."""
+        """y, and what backward needs, values and routing tables (empty unless `save`).
+
+        Fused when row_TK, choice_R and scores_TK are given.
+        """
         asked = Work(counts_E, w1, w2, w3, row_TK, choice_R, scores_TK)
         rows = asked.rows(x)
         if look:

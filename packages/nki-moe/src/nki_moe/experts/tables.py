@@ -1,13 +1,16 @@
-"""Routing as the kernels read it: integer tables of fixed shape, computed in torch from the counts, so that no count is ever part of a
-program.
+"""Routing as the kernels read it: integer tables of fixed shape, computed in torch from the counts.
 
-An expert's rows are cut into items of `blocks` x 128 rows. The last item of an expert is filled up with row numbers past the end, which
-DMA skips. There are two lists of items:
+No count is ever part of a program.
+
+An expert's rows are cut into items of `blocks` x 128 rows. The last item of an expert is filled up with row numbers
+past the end, which DMA skips. There are two lists of items:
 
     data     every expert's items, dealt to the cores in turn; an odd last pass gets an item of skipped rows only
-    sums     the same items, and one of skipped rows for each expert without rows, since its gradient is zero; all cores have them all
+    sums     the same items, and one of skipped rows for each expert without rows, since its gradient is zero; all
+    cores have them all
 
-Nothing here sorts, searches or asks the device for a value: places are cumulative sums of one-hot comparisons, in int32.
+Nothing here sorts, searches or asks the device for a value: places are cumulative sums of one-hot comparisons, in
+int32.
 
 R rows, E experts, T tokens, K experts a token, M items at most, P = 128 partitions, B blocks of an item.
 """
@@ -19,7 +22,7 @@ from torch import Tensor
 
 from nki_moe.hardware import P
 
-__all__ = ["CLEARED", "Placement", "Tables", "place", "most_items", "tables"]
+__all__ = ["CLEARED", "Placement", "Tables", "most_items", "place", "tables"]
 
 CLEARED = 4  # blocks of rows of no expert that one pass of the clearing loop zeroes
 
@@ -66,7 +69,18 @@ class Tables(NamedTuple):
         M = most_items(rows, experts, size, cores)
         data, sums = (M // cores, cores * size), (M, size)
         edge = ((tokens, choices), (rows, 1)) if choices else ((1, 1), (1, 1))
-        return [(1, 3), (M // cores, cores), data, data, (M, 1), sums, sums, (M, 1), (-(-rows // cleared), cleared), *edge]
+        return [
+            (1, 3),
+            (M // cores, cores),
+            data,
+            data,
+            (M, 1),
+            sums,
+            sums,
+            (M, 1),
+            (-(-rows // cleared), cleared),
+            *edge,
+        ]
 
     @classmethod
     def packed(cls, *sizes: int) -> int:
@@ -93,8 +107,10 @@ def most_items(rows: int, experts: int, size: int, cores: int) -> int:
 
 
 def place(experts_TK: Tensor, experts: int) -> tuple[Placement, Tensor]:
-    """The rows of all choices and the rows of each expert, without a sort: a cumulative sum over an expert's one-hot column numbers its
-    choices. A choice of no expert is in no count."""
+    """The rows of all choices and the rows of each expert, without a sort.
+
+    A cumulative sum over an expert's one-hot column numbers its choices. A choice of no expert is in no count.
+    """
     T, K = experts_TK.shape
     device = experts_TK.device
     chosen_NE = (experts_TK.reshape(-1, 1) == torch.arange(experts, device=device)).int()
@@ -115,7 +131,8 @@ def tables(
     Args:
         counts_E: (E,) int32 or int64, rows of each expert.
         rows: R, at least the sum of the counts.
-        placement, scores_TK: given when rows are read from tokens; the scores are (T, K).
+        placement: where choices go, when rows are read from tokens.
+        scores_TK: (T, K), their scores.
         blocks: B, the blocks of P rows in an item.
         cores: physical cores of the logical NeuronCore.
     """
@@ -132,8 +149,8 @@ def tables(
     before_2E = after_2E - items_2E
     number_M1 = torch.arange(M, dtype=torch.int32, device=device)[:, None]
     mine_2ME = (number_M1 >= before_2E[:, None]) ^ (number_M1 >= after_2E[:, None])
-    # the item's expert, where its rows start and end, and what to add to its number times `size` for its own first row; an item of no
-    # expert has zeros, so its rows are past their end
+    # the item's expert, where its rows start and end, and what to add to its number times `size` for its own first
+    # row; an item of no expert has zeros, so its rows are past their end
     own_2E = start_E - before_2E * size
     of_expert_24E = torch.stack([v.expand_as(own_2E) for v in (which_E, start_E, end_E, own_2E)], dim=1)
     of_item_24M = (mine_2ME[:, None] * of_expert_24E[:, :, None]).sum(3, dtype=torch.int32)

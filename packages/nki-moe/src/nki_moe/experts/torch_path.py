@@ -53,9 +53,7 @@ def in_own_dtype(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @in_own_dtype
-def forward(
-    x: Tensor, work: Work, save: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def forward(x: Tensor, work: Work, save: bool) -> tuple[Tensor, Tensor, Tensor]:
     """y (like x) and what backward needs (empty unless `save`); no tables."""
     _, w1_EFD, w2_EDF, w3_EFD, *_ = work
     rows = Rows(x, work)
@@ -83,7 +81,7 @@ def forward(
 def backward(
     dy: Tensor, x: Tensor, work: Work, saved_2RF: Tensor, _tables: Tensor, weights: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dx (like x), dscores_TK (empty unless fused), and, if `weights`, dw1_EFD, dw2_EDF, dw3_EFD: accumulated in float32, rounded once."""
+    """dx (like x), dscores_TK (empty unless fused), and, if `weights`, dw1_EFD, dw2_EDF, dw3_EFD, rounded once."""
     _, w1_EFD, w2_EDF, w3_EFD, _, _, scores_TK = work
     rows = Rows(dy, work)
     dx = rows.output(dy)

@@ -1,4 +1,4 @@
-"""What the expert MLP is asked to do, besides its rows: one name for the arguments that operators, paths and kernels pass on."""
+"""What the expert MLP is asked to do, besides its rows: one name for what operators, paths and kernels pass on."""
 
 from typing import NamedTuple
 

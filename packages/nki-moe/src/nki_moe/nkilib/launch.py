@@ -31,10 +31,7 @@ class Nkilib:
         B = block_size(rows, experts)
         return (blocks(rows, experts, B) * B * (2 * hidden + dim),)
 
-    def forward(
-        self,
-        x: Tensor, work: Work, save: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, work: Work, save: bool) -> tuple[Tensor, Tensor, Tensor]:
         """As experts.torch_path.forward."""
         from nki_moe.nkilib import kernel
 

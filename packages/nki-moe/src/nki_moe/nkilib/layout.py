@@ -37,8 +37,8 @@ def blocks(rows: int, experts: int, block_size: int) -> int:
 def blockwise(x: Tensor, work: Work, block_size: int) -> Blockwise:
     """nki-library's view of the operators' arguments.
 
-    When rows are gathered, a token is one of theirs, with its scores as affinities; otherwise each row is a token of its own, with
-    affinity 1 to its expert. Rows past the last expert's are in no block. Row T of the result is padding.
+    When rows are gathered, a token is one of theirs, with its scores as affinities; otherwise each row is a token of
+    its own, with affinity 1 to its expert. Rows past the last expert's are in no block. Row T of the result is padding.
     """
     counts_E, w1_EFD, w2_EDF, w3_EFD, _, choice_R, scores_TK = work
     T, E = x.shape[0], w1_EFD.shape[0]

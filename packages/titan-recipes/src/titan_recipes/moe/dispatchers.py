@@ -88,7 +88,8 @@ class GatherTokenDispatcher(BaseEPTokenDispatcher):
         if self.ep_mesh is not None:
             return self._exchange(x_TD, topk_scores_TK, topk_expert_ids_TK)
         if self.block == 1:
-            placement, counts_e = pack_all(topk_expert_ids_TK), num_local_tokens_per_expert_E
+            counts_e = num_local_tokens_per_expert_E
+            placement = pack_all(topk_expert_ids_TK, len(counts_e))
         else:
             placement, counts_e = self._pack(topk_expert_ids_TK, self.num_experts)
         return take_rows(x_TD, placement), counts_e, RowsMetadata(scores_TK=topk_scores_TK, placement=placement)

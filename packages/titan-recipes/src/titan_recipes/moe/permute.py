@@ -35,20 +35,15 @@ class Placement(NamedTuple):
     """Rows without a choice lie between those with one, not only after them."""
 
 
-def _sort(group_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The choices in order of their groups, and the place of each in that order."""
-    order_N = torch.argsort(group_N, stable=True)
-    every_N = torch.arange(group_N.numel(), device=group_N.device)
-    return order_N, torch.empty_like(order_N).scatter_(0, order_N, every_N)
-
-
 def _number(group_N: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The number of each choice within its group, in order of choices; and the groups' sizes."""
-    _, place_N = _sort(group_N)
-    counts_G = torch.zeros(groups, dtype=torch.int64, device=group_N.device)
-    counts_G = counts_G.scatter_add_(0, group_N, torch.ones_like(group_N))
-    starts_G = counts_G.cumsum(0) - counts_G
-    return place_N - starts_G[group_N], counts_G
+    """The number of each choice within its group, in order of choices; and the groups' sizes.
+
+    A cumulative sum over a group's one-hot column numbers its choices, since a sort would wait for the host on Trainium.
+    """
+    chosen_NG = group_N[:, None] == torch.arange(groups, device=group_N.device)
+    counted_NG = chosen_NG.cumsum(0, dtype=torch.int32)
+    counts_G = counted_NG[-1] if len(group_N) else chosen_NG.sum(0)
+    return counted_NG.gather(1, group_N[:, None].long())[:, 0].long() - 1, counts_G.long()
 
 
 def _placement(row_N: torch.Tensor, here_N: torch.Tensor, rows: int, choices: int, between: bool) -> Placement:
@@ -82,10 +77,14 @@ def pack(expert_TK: torch.Tensor, experts: int, rows: int, block: int = 1) -> tu
     return _placement(row_N, expert_N < experts, rows, choices, block > 1), filled_E
 
 
-def pack_all(expert_TK: torch.Tensor) -> Placement:
+def pack_all(expert_TK: torch.Tensor, experts: int) -> Placement:
     """Do what `pack` does, for choices that all get a row and blocks of 1: T*K rows, none of them empty."""
-    order_N, row_N = _sort(expert_TK.reshape(-1))
-    return Placement(row_N.view(expert_TK.shape), order_N, None, None, False)
+    expert_N = expert_TK.reshape(-1)
+    number_N, counts_E = _number(expert_N, experts)
+    row_N = (counts_E.cumsum(0) - counts_E)[expert_N] + number_N
+    every_N = torch.arange(expert_N.numel(), device=expert_N.device)
+    choice_R = torch.empty_like(every_N).scatter_(0, row_N, every_N)
+    return Placement(row_N.view(expert_TK.shape), choice_R, None, None, False)
 
 
 def segment(group_TK: torch.Tensor, groups: int, capacity: int) -> Placement:
