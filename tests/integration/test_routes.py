@@ -223,8 +223,7 @@ def test_on_nki_sim_each_layer_runs_its_kernels_and_the_numbers_are_plain_transf
     for rank in compare(folders, tmp_path, "kernels", "wide", layout, recompute):
         assert rank["kernels"] == {
             "forward": layers * (1 + recompute),
-            "backward_data": layers,
-            "backward_weights": layers,
+            "backward": layers,
         }
 
 

@@ -38,7 +38,7 @@ class Placement(NamedTuple):
 def _number(group_N: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The number of each choice within its group, in order of choices; and the groups' sizes.
 
-    A cumulative sum over a group's one-hot column numbers its choices, since a sort would wait for the host on Trainium.
+    A cumulative sum over a group's one-hot column numbers its choices: on Trainium a sort would wait for the host.
     """
     chosen_NG = group_N[:, None] == torch.arange(groups, device=group_N.device)
     counted_NG = chosen_NG.cumsum(0, dtype=torch.int32)
