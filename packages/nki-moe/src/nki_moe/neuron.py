@@ -158,7 +158,7 @@ def time_limit(seconds: float, what: str, end: Callable[[int], Any] = os._exit) 
             file=sys.stderr,
             flush=True,
         )
-        faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+        faulthandler.dump_traceback(file=2, all_threads=True)  # whatever sys.stderr has become
         end(1)
 
     timer = threading.Timer(seconds, expired)

@@ -204,7 +204,7 @@ class Sums:
         (self.f0, self.f_share), (self.d0, self.d_share) = f_part, d_part
         D, F = dws[1].shape[1:]
         blocks = (self.f_share // P, self.d_share // P, self.f_share // P)
-        self.sum_sbs = [
+        self.sum_sbs: list[Any] = [
             nl.ndarray((P, n, width), nl.float32, buffer=nl.sbuf) if n else None
             for n, width in zip(blocks, (D, F, D), strict=True)
         ]

@@ -157,6 +157,7 @@ def tables(
     expert_2M, start_2M, end_2M, own_2M = of_item_24M.unbind(1)
     every_MU = torch.arange(M * size, dtype=torch.int32, device=device).view(M, blocks, P).mT.reshape(M, size)
     row_2MU = own_2M[..., None] + every_MU
+    later_M1 = row_2MU[1, :, :1] > start_2M[1, :, None]  # before what lies past the end is marked
     row_2MU = torch.where(row_2MU < end_2M[..., None], row_2MU, rows)
 
     read_2MU, row_TK, score_R = row_2MU, torch.zeros_like(row_2MU[0, :1, :1]), torch.zeros((1, 1), device=device)
@@ -181,7 +182,7 @@ def tables(
         sum_expert=expert_2M[1][:, None],
         sum_rows=row_2MU[1],
         sum_reads=read_2MU[1],
-        sum_keep=(row_2MU[1, :, :1] > start_2M[1, :, None]).float(),
+        sum_keep=later_M1.float(),
         clear=clear,
         row_TK=row_TK,
         score_R=score_R,
