@@ -86,7 +86,8 @@ def _guarded(parallelize: Callable[..., nn.Module], model: nn.Module, **kwargs: 
 def _freeze(model: nn.Module, frozen: set[str]) -> None:
     """Freeze the parameters of these names again.
 
-    TorchTitan's sharding makes new parameters of a model's, and those train whatever the old ones did: all of a LoRA's base.
+    TorchTitan's sharding makes new parameters of a model's, and those train whatever the old ones did: all of a
+    LoRA's base.
     """
     found = {name.replace("_orig_mod.", ""): parameter for name, parameter in model.named_parameters()}
     if lost := sorted(frozen - found.keys()):
