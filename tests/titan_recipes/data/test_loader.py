@@ -241,7 +241,8 @@ def test_chat_data_comes_padded_or_packed_with_labels_on_the_assistants_turns_al
 
 def test_a_step_without_any_label_has_loss_and_gradients_zero():
     """TorchTitan divides the summed loss by the number of labels; ours never lets that be 0."""
-    from titan_recipes.train.watches import LossWatch, Trainer
+    from titan_recipes.train.trainer import Trainer
+    from titan_recipes.train.watches import LossWatch
     from torchtitan import trainer as titan
 
     weight = torch.ones(3, requires_grad=True)
