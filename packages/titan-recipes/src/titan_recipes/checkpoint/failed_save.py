@@ -13,7 +13,7 @@ LITTLE = 64 << 20
 """Bytes free below which a failed write is put down to a full disk, because torch's zip writer names no cause."""
 
 
-def explain_failed_save(folder: Path, step: int, error: Exception) -> str:
+def explain_failed_save(folder: Path, step: int, error: BaseException) -> str:
     """Return the message for a step that could not be saved.
 
     Args:

@@ -57,7 +57,8 @@ def launch(options: Options, nproc: int) -> Outcome:
             if received and all(-f.exitcode in (*received, signal.SIGTERM) for f in error.failures.values()):
                 return _stopped_early(received[0])
             raise RankFailed(_explain(error.failures, options.dump_folder)) from None
-    return outcomes[0]
+    # The rank that exports is another than the first with pipeline stages.
+    return next((outcome for outcome in outcomes.values() if outcome.signal is not None), outcomes[0])
 
 
 class _NoRanksYet(BaseException):

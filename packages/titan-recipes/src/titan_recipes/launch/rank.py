@@ -7,8 +7,10 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from .. import environment
 from ..checkpoint.steps import step_folder
@@ -44,6 +46,29 @@ def run_rank(options: Options) -> Outcome:
         _print_error(traceback.format_exc() + explain_late_error(error, options.device))
     sys.stderr.flush()
     os._exit(1)  # skips atexit: collectives of a broken group can block there
+
+
+class _Stopped(BaseException):
+    """SIGINT or SIGTERM arrived."""
+
+
+def until_signal(work: Callable[[], None]) -> int | None:
+    """Call `work` and return None, or the number of the SIGINT or SIGTERM that ended it at once."""
+    received: list[int] = []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        raise _Stopped
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        work()
+    except _Stopped:
+        return received[0]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return None
 
 
 def explain_late_error(error: BaseException, device: str) -> str:
@@ -123,5 +148,9 @@ def train_rank(options: Options) -> Outcome:
     elif prints and config.checkpoint.enable and not config.checkpoint.load_only:
         from ..publish.publish import publish
 
-        publish(trainer)
+        stopped_by = until_signal(lambda: publish(trainer))
+        if stopped_by is not None:
+            folder = step_folder(Path(options.dump_folder) / config.checkpoint.folder, step)
+            say(f"\nstopped by {signal.Signals(stopped_by).name} during the export; training is finished: {folder}")
+            say(f"to export:  {options.command}")
     return Outcome(step, stopped_by, graph_counters["stats"]["unique_graphs"])
