@@ -154,7 +154,7 @@ def time_limit(seconds: float, what: str, end: Callable[[int], Any] = os._exit) 
     def expired() -> None:
         print(
             f"{what} did not end within {seconds:g} s; found {_versions()}. A device loop may hang: "
-            f"NKI_MOE_BACKEND=torch runs without kernels. {CHECK_SECONDS} sets the limit; a first compilation takes minutes",
+            f"NKI_MOE_BACKEND=torch runs without kernels. {CHECK_SECONDS} sets the limit; compiling takes minutes",
             file=sys.stderr,
             flush=True,
         )
