@@ -165,8 +165,8 @@ def measure(R: int, E: int, routing: str, lnc: int, model: Any = None) -> list[d
     """Forward and backward of one shape."""
     os.environ["NEURON_LOGICAL_NC_CONFIG"] = str(lnc)
     from nki_moe.experts.launch import Own
-    from nki_moe.experts.tables import place
-    from nki_moe.experts.work import Work
+    from nki_moe.tables import place
+    from nki_moe.work import Work
 
     x, w1, w2, w3 = problem(R, E)
     work = Work(counts_of(R, E, routing == "even"), w1, w2, w3, None, None, None)
@@ -243,7 +243,7 @@ def summary(R: int, E: int, routing: str, lnc: int, name: str, part: list[Any], 
 
 def nki_library(checkout: Path, R: int, E: int, block: int) -> list[dict[str, Any]]:
     """AWS's forward, which keeps what its backward needs, and backward."""
-    from nki_moe.experts.work import Work
+    from nki_moe.work import Work
     from nki_moe.nkilib.layout import blockwise
 
     x, w1, w2, w3 = problem(R, E)

@@ -6,8 +6,8 @@ import nki_moe
 import pytest
 import torch
 from nki_moe import check, check_rope
-from nki_moe.experts.tables import CLEARED, most_items
 from nki_moe.hardware import LOOP_PASSES, SBUF_BYTES, P
+from nki_moe.tables import CLEARED, most_items
 
 # D, F, experts: Qwen3-30B-A3B, Qwen3-235B-A22B, and what expert and tensor parallelism make of them.
 QWEN3 = [(2048, 768, 128), (2048, 768, 16), (4096, 1536, 128), (4096, 1536, 8), (4096, 768, 32)]

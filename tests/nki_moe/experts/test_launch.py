@@ -15,8 +15,8 @@ from moe_cases import check_grouped, check_routed, definition, problem, routed_p
 from nki_moe import limits, simulated
 from nki_moe.experts import reference
 from nki_moe.experts.launch import Own
-from nki_moe.experts.tables import place
-from nki_moe.experts.work import Work
+from nki_moe.tables import place
+from nki_moe.work import Work
 from nki_sim.rules import RULES
 
 STRICT = [name for name, rule in RULES.items() if rule.recorded]  # what nki-sim lets pass unless it is told not to

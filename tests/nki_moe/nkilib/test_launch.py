@@ -22,9 +22,9 @@ from moe_cases import assert_close, check_grouped, check_routed, definition, pro
 from nki_moe import nkilib
 from nki_moe.backend import choose
 from nki_moe.experts import reference
-from nki_moe.experts.work import Work
 from nki_moe.nkilib import launch
 from nki_moe.nkilib.layout import blocks, blockwise
+from nki_moe.work import Work
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 

@@ -17,9 +17,9 @@ from nki_moe import neuron
 from nki_moe.arguments import need_one_device, refuse_forward_mode
 from nki_moe.backend import Provider, choose
 from nki_moe.experts import op
-from nki_moe.experts.tables import place
-from nki_moe.experts.work import Work
 from nki_moe.rotary.op import turn
+from nki_moe.tables import place
+from nki_moe.work import Work
 
 __all__ = ["grouped_mlp", "rope", "routed_mlp"]
 

@@ -1,6 +1,6 @@
 """Sizes of Trainium2 that the kernels are planned and written by.
 
-This is their one home: limits.py, experts/tables.py and the kernels import them from here.
+This is their one home: limits.py, tables.py and the kernels import them from here.
 """
 
 __all__ = ["BANK", "BANK_BYTES", "BYTES", "CHUNK", "LOOP_PASSES", "SBUF_BYTES", "P"]

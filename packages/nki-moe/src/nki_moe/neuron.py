@@ -22,11 +22,11 @@ from nki_moe.backend import Provider
 from nki_moe.experts import op as experts
 from nki_moe.experts import torch_path
 from nki_moe.experts.launch import Own
-from nki_moe.experts.work import Work
 from nki_moe.limits import logical_cores
 from nki_moe.nkilib.launch import Nkilib
 from nki_moe.rotary import op as rope
 from nki_moe.rotary.reference import rotate
+from nki_moe.work import Work
 
 __all__ = ["CHECK_SECONDS", "register"]
 

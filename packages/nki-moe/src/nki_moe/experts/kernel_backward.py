@@ -236,7 +236,7 @@ class Sums:
         return sbs
 
     def _hidden_gradients(self, item: Item, dgu: Any) -> list[list[tuple[Any, Any]]]:
-        """For each block, dg and du of each P columns of the share, (P, P) each.
+        """Yield dg and du of each P columns of the share for each block, (P, P) each.
 
         Columns lie in HBM by groups: the group's dg, then its du.
         """

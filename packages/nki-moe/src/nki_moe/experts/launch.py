@@ -11,9 +11,9 @@ from torch import Tensor
 
 from nki_moe import simulated
 from nki_moe.assumptions import assumed
-from nki_moe.experts.tables import Tables, tables
-from nki_moe.experts.work import Work
 from nki_moe.limits import Fit, check
+from nki_moe.tables import Tables, tables
+from nki_moe.work import Work
 
 __all__ = ["Own"]
 

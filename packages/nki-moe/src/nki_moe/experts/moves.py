@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from nki_moe.experts.tables import CLEARED
 from nki_moe.hardware import BANK, BANK_BYTES, CHUNK, P
+from nki_moe.tables import CLEARED
 from nki_moe.toolchain import nisa, nl
 
 __all__ = ["Item", "Moves", "loop", "pieces"]

@@ -17,9 +17,9 @@ from nki_moe.arguments import no_second_derivative
 from nki_moe.backend import choose
 from nki_moe.experts import torch_path
 from nki_moe.experts.launch import Own
-from nki_moe.experts.work import Work
 from nki_moe.nkilib import launch as nkilib
 from nki_moe.nkilib.launch import Nkilib
+from nki_moe.work import Work
 
 __all__ = ["Ops", "backward", "define", "differentiate", "forward"]
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nki_moe.experts.work import Work
+from nki_moe.work import Work
 
 __all__ = ["backward", "forward", "saved_shape", "tables_shape"]
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nki_moe.experts.work import Work
 from nki_moe.nkilib import block_size, check
 from nki_moe.nkilib.layout import blocks, blockwise, score_gradients, weight_gradients, with_padding
+from nki_moe.work import Work
 
 __all__ = ["Nkilib", "simulated"]
 
@@ -32,7 +32,7 @@ class Nkilib:
         return (blocks(rows, experts, B) * B * (2 * hidden + dim),)
 
     def forward(self, x: Tensor, work: Work, save: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """As experts.torch_path.forward."""
+        """Compute what experts.torch_path.forward does."""
         from nki_moe.nkilib import kernel
 
         rows, w1 = work.rows(x), work.w1_EFD

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nki_moe.experts.work import Work
+from nki_moe.work import Work
 
 __all__ = ["Blockwise", "blocks", "blockwise", "score_gradients", "weight_gradients", "with_padding"]
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from nki_moe.experts.tables import Placement
+from nki_moe.tables import Placement
 
 __all__ = ["Work"]
 

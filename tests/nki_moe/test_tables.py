@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from moe_cases import routed_problem
-from nki_moe.experts.tables import CLEARED, Placement, Tables, place, tables
 from nki_moe.hardware import P
+from nki_moe.tables import CLEARED, Placement, Tables, place, tables
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # What sorts, searches, makes a shape of values, or brings a value to the host.
@@ -135,7 +135,7 @@ def test_tables_take_few_operators_and_none_that_sorts_or_reads() -> None:
 def test_a_training_step_with_kernels_neither_sorts_nor_reads(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in has the kernels' results here; tables are made once, and backward takes forward's."""
     from nki_moe.experts import launch
-    from nki_moe.experts.work import Work
+    from nki_moe.work import Work
 
     x, experts, scores, (w1, w2, w3) = routed_problem(64, 4, 2, 256, 256, torch.bfloat16)
     made: list[Placement | None] = []
