@@ -82,6 +82,9 @@ def test_later_steps_are_set_aside_and_not_deleted(tmp_path):
     assert complete_steps(tmp_path) == [2]
     assert [path.name for path in moved] == ["step-4", "step-6"] and all(is_step(path) for path in moved)
     assert set_aside_later(tmp_path, 2) == []
+    write(step_folder(tmp_path, 4), "again")
+    (again,) = set_aside_later(tmp_path, 2)  # in the same second
+    assert again.parent != moved[0].parent and all(is_step(path) for path in (again, *moved))
 
 
 def write_step(folder, step, history):

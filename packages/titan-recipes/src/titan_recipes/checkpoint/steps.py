@@ -5,6 +5,7 @@ makes the step exportable alone. A step is written at .saving-step-N and renamed
 replaces waits at .replaced-step-N until then. Other names are not ours: they are neither read nor deleted.
 """
 
+import itertools
 import re
 import shutil
 import time
@@ -94,12 +95,14 @@ def recover(folder: Path) -> None:
 def set_aside_later(folder: Path, step: int) -> list[Path]:
     """Move the steps after `step` into a folder of their own, and return where they are now."""
     later = [number for number in complete_steps(folder) if number > step]
-    aside = folder / f"rolled-back-{time.strftime('%Y%m%d-%H%M%S')}"
-    moved = []
-    for number in later:
-        aside.mkdir(exist_ok=True)
-        moved.append(step_folder(folder, number).rename(step_folder(aside, number)))
-    return moved
+    if not later:
+        return []
+    name = f"rolled-back-{time.strftime('%Y%m%d-%H%M%S')}"
+    # A second rollback in the same second gets a folder of its own.
+    names = (name if count == 1 else f"{name}-{count}" for count in itertools.count(1))
+    aside = next(folder / name for name in names if not (folder / name).exists())
+    aside.mkdir()
+    return [step_folder(folder, number).rename(step_folder(aside, number)) for number in later]
 
 
 def purging(folder: Path, step: int) -> Path:
