@@ -73,8 +73,9 @@ def _build(library: Path) -> None:
         with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
             # A process of its own: autoload comes by here in the middle of `import torch`.
             command = [sys.executable, "-m", "neuron_emu.build", scratch]
-            environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-            done = subprocess.run(command, env=environment, capture_output=True, text=True)
+            done = subprocess.run(
+                command, env={**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, capture_output=True, text=True
+            )
             if done.returncode:
                 tail = "\n".join((done.stdout + done.stderr).splitlines()[-40:])
                 raise RuntimeError(f"neuron-emu: the C++ half does not build with {compiler}:\n{tail}")

@@ -241,6 +241,5 @@ def _members() -> dict[str, Any]:
     )  # fmt: skip
     members: dict[str, Any] = {value.__name__: value for value in public}
     members["_is_in_bad_fork"] = lambda: False
-    members["_lazy_init"] = init
     members["emulated"] = True
     return members

@@ -5,6 +5,7 @@ import os
 import sys
 import sysconfig
 from importlib.util import find_spec
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ def enable(cores: int | None = None, instance: str = "trn2.48xlarge", core_bytes
         RuntimeError: AWS's torch-neuronx is here, or another PrivateUse1 device has the place, or the C++ half cannot be built.
         ValueError: an unknown instance, or more cores than it has.
     """
+    # First: with NEURON_EMU set, this very import enables the device.
+    import torch
+
     machine = instance_named(instance)
     count = machine.cores if cores is None else cores
     if not 1 <= count <= machine.cores:
@@ -45,9 +49,6 @@ def enable(cores: int | None = None, instance: str = "trn2.48xlarge", core_bytes
             raise RuntimeError(f"the emulated device was enabled as {_enabled} and cannot become {asked}")
         return
     _refuse_real_device()
-
-    import torch
-
     native = extension()
     for name, mode in rules.modes():
         native.set_mode(name, int(mode))
@@ -68,6 +69,8 @@ def enable(cores: int | None = None, instance: str = "trn2.48xlarge", core_bytes
     print(f"neuron-emu: device neuron is emulated on CPU ({count} cores of a {instance})", file=sys.stderr, flush=True)
     if path := os.environ.get("NEURON_EMU_REPORT"):
         atexit.register(_write_report, path, os.getpid())
+        # Children of multiprocessing end without atexit, and with this.
+        Finalize(None, _write_report, (path, os.getpid()), exitpriority=0)
 
 
 def options_of(text: str) -> dict[str, Any]:
@@ -141,9 +144,8 @@ def _folders(torch: Any) -> tuple[list[str], list[str]]:
 
 
 def _write_report(path: str, pid: int) -> None:
-    if os.getpid() != pid:
-        return
-    from neuron_emu.report import report
+    from neuron_emu.report import counts, report
 
-    rank = os.environ.get("RANK", "0")
-    Path(path).with_name(f"{Path(path).name}.rank{rank}").write_text(report(lines_per_rule=100) + "\n")
+    if os.getpid() == pid and counts():
+        rank = os.environ.get("RANK", "0")
+        Path(path).with_name(f"{Path(path).name}.rank{rank}").write_text(report(lines_per_rule=100) + "\n")

@@ -177,9 +177,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool hasPrimaryContext(c10::DeviceIndex) const override {
     return !runtime_started_by().empty();
   }
-  void init() const override {
-    start_runtime("torch.neuron.init");
-  }
+  // torch calls this before set_device too, which starts nothing: what touches memory does.
+  void init() const override {}
   c10::DeviceIndex deviceCount() const override {
     return static_cast<c10::DeviceIndex>(device_count());
   }
