@@ -27,7 +27,39 @@ def test_several_nodes_meet_at_the_first():
 
 def test_an_ultraserver_is_four_hosts():
     assert "--nnodes 4" in torchrun(Cluster(instance("trn2-ultraserver")), ("train",))
-    assert environment(Cluster(instance("trn2-ultraserver")))["NEURON_RT_VISIBLE_CORES"][0] == "0-63"
+
+
+def test_no_rank_is_told_to_reserve_its_neighbours_cores():
+    """A process reserves every core in NEURON_RT_VISIBLE_CORES, and the backend takes one core a rank."""
+    for name in ("trn2.3xlarge", "trn2.48xlarge", "trn2-ultraserver"):
+        assert "NEURON_RT_VISIBLE_CORES" not in environment(Cluster(instance(name)))
+
+
+def test_a_pod_has_shared_memory_locked_memory_and_the_folder_that_hosts_share():
+    """AWS's samples mount memory at /dev/shm and ask for IPC_LOCK; caches and checkpoints are one for all pods."""
+    text = launch_files(plan(64 * 4, dp_shard=256), Cluster(instance("trn2.48xlarge"), 4), ("train",))[
+        "pytorchjob.yaml"
+    ]
+    for pod in text.split("replicas:")[1:]:
+        assert "{name: shm, mountPath: /dev/shm}" in pod and "{name: shm, emptyDir: {medium: Memory}}" in pod
+        assert "add: [IPC_LOCK]" in pod and "hugepages-2Mi" in pod
+        assert "{name: shared, mountPath: /shared}" in pod and '"/shared/neuron-cache"' in pod
+
+
+def test_the_first_host_of_thousands_is_found_under_pipefail(tmp_path):
+    script = launch_files(plan(64 * 4, dp_shard=256), Cluster(instance("trn2.48xlarge"), 4), ("train",))["job.sbatch"]
+    lines = [line for line in script.splitlines() if not line.startswith("srun")]
+    (tmp_path / "scontrol").write_text('#!/bin/bash\nfor i in $(seq 2000); do echo "host$i"; done\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    found = subprocess.run(
+        ["bash", "-c", "\n".join([*lines, 'echo "$HEAD_NODE"'])],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "host[1-2000]", "SLURM_JOB_ID": "7"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout == "host1\n"
+    assert "#SBATCH --requeue" in script and "| head" not in script
 
 
 def test_degrees_become_torchtitans_options():

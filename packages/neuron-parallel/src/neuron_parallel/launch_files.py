@@ -18,20 +18,29 @@ from neuron_parallel.plan import TORCHTITAN_NAMES, ParallelPlan, Training
 __all__ = ["check_visible_cores", "degrees_as_arguments", "environment", "launch_files", "torchrun"]
 
 PORT = 29500
+RESTARTS = 3
+SHARED = "/shared"
+"""Where every host sees the same files: compiled graphs, and what the run writes."""
 
 
-def environment(cluster: Cluster, cache: str = "/shared/neuron-cache") -> dict[str, tuple[str, str]]:
+def environment(cluster: Cluster, cache: str = f"{SHARED}/neuron-cache") -> dict[str, tuple[str, str]]:
     """Variable -> (value, why), for every host of the run."""
-    cores = cluster.per_node // cluster.instance.hosts or 1
     found = {
+        # NEURON_RT_VISIBLE_CORES is not here: a process reserves every core that it lists, and torch-neuronx gives each
+        # rank the core of its LOCAL_RANK where the variable is unset.
         "NEURON_LOGICAL_NC_CONFIG": (
             str(cluster.lnc),
             "physical cores in a logical one; the compiler's --lnc has to agree",
         ),
-        "NEURON_RT_VISIBLE_CORES": (
-            f"0-{cores - 1}" if cores > 1 else "0",
-            "logical cores that this job takes of a host",
+        "NEURON_PLATFORM_TARGET_OVERRIDE": (
+            f"trn{cluster.instance.chip.name[-1]}",
+            "else a kernel's call may fork neuron-ls [field report]",
         ),
+        "TORCH_NEURONX_SKIP_OP_PRECONDITIONS": (
+            "1",
+            "no wait for bounds checks of indices [pre-release sources]",
+        ),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": ("1", "a restarted rank 0 has a store of its own"),
         "TORCH_NEURONX_NEFF_CACHE_DIR": (cache, "compiled graphs, kept and shared between hosts"),
         "TORCH_NEURONX_ENABLE_HOST_CC": ("1", "containers need it; harmless outside [field report]"),
         "OMP_NUM_THREADS": ("1", "one rank a core: thread pools would fight"),
@@ -51,7 +60,7 @@ def torchrun(cluster: Cluster, command: Sequence[str], rendezvous: str = "$HEAD_
     where = (
         ["--standalone"] if hosts == 1 else ["--nnodes", str(hosts), "--rdzv-backend", "c10d", "--rdzv-id", "$JOB_ID"]
     )
-    line = ["torchrun", *where, "--nproc-per-node", str(cores)]
+    line = ["torchrun", *where, "--nproc-per-node", str(cores), "--max-restarts", str(RESTARTS)]
     if hosts > 1:
         line += ["--rdzv-endpoint", f'"{rendezvous}:{PORT}"']
     return " ".join([*line, *(shlex.quote(word) for word in command)])
@@ -161,11 +170,11 @@ def _sbatch(cluster: Cluster, name: str, folder: str) -> str:
     return (
         "#!/bin/bash\n"
         f"#SBATCH --job-name={name}\n#SBATCH --nodes={hosts}\n#SBATCH --ntasks-per-node=1\n#SBATCH --exclusive\n"
-        "#SBATCH --output=%x-%j.log\n"
+        "#SBATCH --output=%x-%j.log\n#SBATCH --open-mode=append\n"
+        "#SBATCH --requeue\n#SBATCH --signal=TERM@600\n"
         "set -euo pipefail\n"
-        # not piped into head: on many hosts scontrol is still writing when head ends, and pipefail ends the job (141)
-        'HOSTS=$(scontrol show hostnames "$SLURM_JOB_NODELIST")\n'
-        "HEAD_NODE=${HOSTS%%$'\\n'*}\n"
+        # No pipe into head: of thousands of hosts it would end scontrol by SIGPIPE, and pipefail the job.
+        "HOSTS=$(scontrol show hostnames \"$SLURM_JOB_NODELIST\")\nHEAD_NODE=${HOSTS%%$'\\n'*}\n"
         "export HEAD_NODE JOB_ID=$SLURM_JOB_ID\n"
         f"srun --kill-on-bad-exit=1 bash {shlex.quote(f'{folder}/run.sh')}\n"
     )
@@ -178,8 +187,10 @@ def _pytorchjob(cluster: Cluster, words: Sequence[str], name: str, image: str, b
         f"                - {{name: {key}, value: {_yaml(value)}}}" for key, (value, _) in environment(cluster).items()
     )
     efa = round(cluster.instance.efa_bandwidth / (200e9 / 8) / cluster.instance.hosts) if hosts > 1 else 0
-    limits = f"{{aws.amazon.com/neuron: {chips}" + (f", vpc.amazonaws.com/efa: {efa}" if efa else "") + "}"
-    arguments = ["--nproc-per-node", str(cores), *words]
+    # AWS's EFA samples ask for huge pages, locked memory and a /dev/shm in memory.
+    fabric = f", vpc.amazonaws.com/efa: {efa}, hugepages-2Mi: 5120Mi, memory: 1500Gi" if efa else ""
+    limits = f"{{aws.amazon.com/neuron: {chips}{fabric}}}"
+    arguments = ["--nproc-per-node", str(cores), "--max-restarts", str(RESTARTS), *words]
     if hosts > 1:
         rendezvous = ["--rdzv-backend", "c10d", "--rdzv-id", name, "--rdzv-endpoint", f"{name}-master-0:{PORT}"]
         arguments = ["--nnodes", str(hosts), *rendezvous, *arguments]
@@ -191,6 +202,11 @@ def _pytorchjob(cluster: Cluster, words: Sequence[str], name: str, image: str, b
             f"          containers:\n            - name: pytorch\n              image: {_yaml(image)}\n"
             f"              command: [torchrun]\n              args: [{', '.join(_yaml(word) for word in arguments)}]\n"
             f"              env:\n{variables}\n              resources: {{limits: {limits}}}\n"
+            "              securityContext: {capabilities: {add: [IPC_LOCK]}}\n"
+            "              volumeMounts:\n                - {name: shm, mountPath: /dev/shm}\n"
+            f"                - {{name: shared, mountPath: {SHARED}}}\n"
+            "          volumes:\n            - {name: shm, emptyDir: {medium: Memory}}\n"
+            "            - {name: shared, persistentVolumeClaim: {claimName: REPLACE-shared-claim}}\n"
         )
 
     workers = replica("Worker", hosts - 1) if hosts > 1 else ""
