@@ -36,13 +36,22 @@ def test_every_default_of_the_table_is_a_field_that_is_set_and_reported_once(dev
     assert apply_device_defaults(ours, device) == []
 
 
-def test_neuron_gets_no_cuda_graphs_no_nccl_recorder_its_own_compiler_and_a_plain_optimizer():
+def test_neuron_gets_no_cuda_graphs_no_nccl_recorder_its_own_compiler_and_time_to_compile():
     ours = config()
     apply_device_defaults(ours, "neuron")
     assert ours.training.disable_cuda_graphs is True
     assert ours.comm.trace_buf_size == 0
     assert ours.compile.backend == "neuron" and ours.compile.enable is False
-    assert ours.optimizer.implementation == "foreach"
+    # Fused AdamW is registered for neuron, and most foreach operators are not: the recipe's choice stays.
+    assert ours.optimizer.implementation == config().optimizer.implementation == "fused"
+    assert (ours.comm.init_timeout_seconds, ours.comm.train_timeout_seconds) == (7200, 1800)
+
+
+def test_a_time_limit_that_the_user_set_stays_on_neuron():
+    ours = config()
+    ours.comm.init_timeout_seconds = ours.comm.train_timeout_seconds = 250
+    apply_device_defaults(ours, "neuron")
+    assert (ours.comm.init_timeout_seconds, ours.comm.train_timeout_seconds) == (250, 250)
 
 
 @pytest.mark.parametrize("kind", ["Float8Linear", "MXFP8Linear", "NVFP4Linear", "Float8GroupedExperts"])

@@ -74,6 +74,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", default="auto", help="auto (default), neuron, cuda or cpu")
     parser.add_argument(
+        "--emulate",
+        action="store_true",
+        help="with --device neuron: on an emulated device (package neuron-emu), on CPU",
+    )
+    parser.add_argument(
         "--model",
         metavar="M",
         help="instead of the recipe's: a folder (its weights are where training starts), a Hub id in the local cache, "
@@ -162,12 +167,15 @@ def _warn_of_untested(allowed: bool) -> None:
 
 def _options(asked: argparse.Namespace, recipe: Recipe, rest: list[str], arguments: list[str]) -> Options:
     """The run that was asked for; its device is chosen and set."""
+    from .device.emulate import emulate
     from .device.select import choose_device, set_device
     from .launch.command import resume_command
     from .launch.run_folder import run_folder
     from .logs import set_up_logging
 
     set_up_logging(None, console=environment.is_first())
+    if asked.emulate:
+        emulate(asked.device)
     device = choose_device("cpu" if asked.dry_run else asked.device)
     if asked.instance and not asked.dry_run and device != "neuron":
         raise UserError(f"--instance is for Neuron's memory, or a --dry-run; this run is on {device}.")

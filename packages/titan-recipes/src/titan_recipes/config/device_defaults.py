@@ -14,11 +14,15 @@ __all__ = ["DEVICE_DEFAULTS", "Default", "apply_device_defaults"]
 
 @dataclass(frozen=True)
 class Default:
-    """A field of TorchTitan's config that has only one sensible value on a device."""
+    """A field of TorchTitan's config that has only one sensible value on a device.
+
+    Where `instead_of` is set, that is the only value which is replaced: any other is the user's own.
+    """
 
     field: str
     value: Any
     reason: str
+    instead_of: Any = None
 
 
 _NO_CUDA_GRAPHS = Default("training.disable_cuda_graphs", True, "CUDA graphs exist on CUDA alone")
@@ -34,8 +38,11 @@ DEVICE_DEFAULTS: dict[str, tuple[Default, ...]] = {
     "neuron": (
         _NO_CUDA_GRAPHS,
         _NO_FLIGHT_RECORDER,
-        Default("optimizer.implementation", "foreach", "fused AdamW is a CUDA and CPU kernel"),
         Default("compile.backend", "neuron", "inductor has no Neuron target"),
+        # Public pre-release sources of torch-neuronx (April 2026): a watchdog enforces a group's limit, and a first
+        # compilation takes minutes on each rank.
+        Default("comm.init_timeout_seconds", 7200, "ranks compile before the first step", instead_of=300),
+        Default("comm.train_timeout_seconds", 1800, "a new shape compiles within a step", instead_of=100),
     ),
 }
 
@@ -57,7 +64,8 @@ def apply_device_defaults(config: Any, device: str) -> list[str]:
         owner = config
         for part in path:
             owner = getattr(owner, part)
-        if getattr(owner, name) != default.value:
+        value = getattr(owner, name)
+        if value != default.value and (default.instead_of is None or value == default.instead_of):
             setattr(owner, name, default.value)
             changed.append(f"{default.field} = {default.value!r} ({default.reason})")
     return changed

@@ -5,6 +5,8 @@ among them: there each rank draws from an equal generator, so that the shards of
 and stay so.
 """
 
+from functools import cache
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -26,6 +28,19 @@ def normal_(tensor: torch.Tensor, *, std: float) -> torch.Tensor:
     return tensor
 
 
+@cache
 def _has_generator(device_type: str) -> bool:
-    """Whether DTensor's random operators work on this device: torch.distributed.tensor._random asks the same."""
-    return hasattr(getattr(torch, device_type, None), "set_rng_state")
+    """Return whether a draw on this device moves the generator that DTensor sets for each shard.
+
+    That torch.<device>.set_rng_state is there says nothing: torch-neuronx has it, registers no random operator, and its
+    draws fall to the CPU generator, which DTensor does not set (public pre-release sources of April 2026).
+    """
+    module = getattr(torch, device_type, None)
+    if not hasattr(module, "set_rng_state"):
+        return False
+    of_host, of_device = torch.get_rng_state(), module.get_rng_state()
+    torch.empty(4, device=device_type).normal_()
+    moved = not torch.equal(of_device, module.get_rng_state())
+    module.set_rng_state(of_device)
+    torch.set_rng_state(of_host)
+    return moved
