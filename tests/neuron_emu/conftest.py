@@ -1,7 +1,7 @@
 """One emulated device for the tests of a process, and rules as they are by default in each.
 
-A process that has the device is not one in which other packages can be tested: these tests run when they are all that was
-asked for, as `nox -s "tests(neuron-emu)"` does, and say so otherwise.
+A process that has the device is not one in which other packages can be tested: these tests run when they are all that
+was asked for, as `nox -s "tests(neuron-emu)"` does, and say so otherwise.
 """
 
 from collections.abc import Iterator

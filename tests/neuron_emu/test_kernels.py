@@ -67,7 +67,11 @@ def test_storages_are_freed_and_taken_again() -> None:
 def test_nothing_on_the_host_can_read_device_memory_by_its_address() -> None:
     from emu_ranks import start
 
-    code = "import ctypes\nt = torch.ones(4, device='neuron')\nprint(ctypes.cast(t.data_ptr(), ctypes.POINTER(ctypes.c_float))[0])"
+    code = """
+import ctypes
+t = torch.ones(4, device="neuron")
+print(ctypes.cast(t.data_ptr(), ctypes.POINTER(ctypes.c_float))[0])
+"""
     ((status, out, _),) = start(code)
     assert status == -11 and out == ""
 

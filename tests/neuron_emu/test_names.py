@@ -74,7 +74,8 @@ try:
 except torch.OutOfMemoryError as error:
     print("at once")
 s = torch.neuron.memory_stats()
-print(s["reserved_bytes.all.peak"], s["num_ooms"] > 1, torch.accelerator.max_memory_allocated() == s["allocated_bytes"]["peak"])
+peak = torch.accelerator.max_memory_allocated()
+print(s["reserved_bytes.all.peak"], s["num_ooms"] > 1, peak == s["allocated_bytes"]["peak"])
 """
     ((status, out, error),) = start(code, preamble="")
     assert status == 0, error

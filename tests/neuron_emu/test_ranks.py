@@ -45,7 +45,8 @@ def test_uneven_exchanges_and_point_to_point_are_refused() -> None:
         INIT
         + """
 x = torch.ones(3, device=f"neuron:{r}")
-for what in (lambda: dist.all_to_all_single(torch.empty_like(x), x, [1, 2] if r else [1, 2], [1, 2]), lambda: dist.send(x, 1 - r)):
+for what in (lambda: dist.all_to_all_single(torch.empty_like(x), x, [1, 2] if r else [1, 2], [1, 2]), lambda:
+dist.send(x, 1 - r)):
     try:
         what()
     except RuntimeError as error:

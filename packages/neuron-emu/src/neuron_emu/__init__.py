@@ -1,4 +1,5 @@
-"""A real PyTorch device named `neuron` on CPU memory, as strict as the public sources say Trainium is. Emulated throughout.
+"""A real PyTorch device named `neuron` on CPU memory, as strict as the public sources say Trainium is. Emulated
+throughout.
 
     import neuron_emu
     neuron_emu.enable(cores=4, instance="trn2.48xlarge")

@@ -1,8 +1,9 @@
 """The C++ half, built once for each torch and kept.
 
-setuptools, which torch itself depends on, drives the compiler through torch's BuildExtension; ninja makes it faster where
-there is one. The result is kept in $NEURON_EMU_CACHE (by default ~/.cache/neuron-emu), in a folder that is named for what it
-was built from, and appears there whole or not at all.
+setuptools, which torch itself depends on, drives the compiler through torch's BuildExtension; ninja makes it faster
+where
+there is one. The result is kept in $NEURON_EMU_CACHE (by default ~/.cache/neuron-emu), in a folder that is named for
+what it was built from, and appears there whole or not at all.
 """
 
 import hashlib
@@ -66,7 +67,8 @@ def _build(library: Path) -> None:
         compiler = os.environ.get("CXX") or "c++"
         if shutil.which(compiler.split()[0]) is None:
             raise RuntimeError(
-                f"neuron-emu builds its C++ half on first use, and finds no compiler {compiler!r}. Install one (on Debian: "
+                f"neuron-emu builds its C++ half on first use, and finds no compiler {compiler!r}. "
+                f"Install one (on Debian: "
                 "apt-get install g++; 9 or later), or name it in CXX, and run again."
             )
         print(f"neuron-emu: building the emulated device with {compiler} (minutes, once)", file=sys.stderr, flush=True)

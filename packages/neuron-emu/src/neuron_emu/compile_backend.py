@@ -1,7 +1,8 @@
-"""The backend `neuron` of torch.compile: each graph is checked for what the device's compiler refuses, counted, and run.
+"""The backend `neuron` of torch.compile: each graph is checked for what the device's compiler refuses, counted, and
+run.
 
-A graph runs as CPU kernels in the graph's order, so that its results are eager's. What is emulated is the contract: static
-shapes, the default mode, no sort, one compilation for each graph.
+A graph runs as CPU kernels in the graph's order, so that its results are eager's. What is emulated is the contract:
+static shapes, the default mode, no sort, one compilation for each graph.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +27,8 @@ def neuron(
     """What torch.compile(backend="neuron") calls for each graph.
 
     Raises:
-        RuntimeError: a symbolic size, a mode that is not the default, or a sort (InvalidBackend errors wrap it in Dynamo's).
+        RuntimeError: a symbolic size, a mode that is not the default, or a sort (InvalidBackend errors wrap it in
+            Dynamo's).
     """
     from torch._dynamo.backends.common import aot_autograd
 
@@ -52,7 +54,8 @@ def _refuse_symbolic(inputs: Sequence[Any]) -> None:
             extension().meet(
                 "symbolic-size",
                 str(tuple(sizes)),
-                f"torch.compile on neuron takes static shapes alone, found {tuple(sizes)}. Pass dynamic=False, pad to fixed "
+                f"torch.compile on neuron takes static shapes alone, found {tuple(sizes)}. Pass "
+                f"dynamic=False, pad to fixed "
                 "lengths, or mark_static what changes.",
             )
 

@@ -142,7 +142,9 @@ def set_rng_state(new_state: torch.Tensor, device: Any = None) -> None:
 
 
 def memory_stats(device: Any = None) -> dict[str, Any]:
-    """Bytes by kind (current, peak, allocated, freed), flat as torch.accelerator names them and nested as torch-neuronx does."""
+    """Bytes by kind (current, peak, allocated, freed), flat as torch.accelerator names them and nested as
+    torch-neuronx does.
+    """
     flat = torch._C._accelerator_getDeviceStats(_index(device))
     stats: dict[str, Any] = {}
     for kind in ("allocated_bytes", "active_bytes", "reserved_bytes"):
@@ -233,8 +235,8 @@ def stream(stream: torch.Stream | None) -> Iterator[None]:
 def _members() -> dict[str, Any]:
     public = (
         is_available, is_initialized, init, device_count, current_device, set_device, get_device_name,
-        get_device_properties, get_device_capability, is_bf16_supported, get_amp_supported_dtype, synchronize, manual_seed,
-        manual_seed_all, seed, initial_seed, get_rng_state, set_rng_state, memory_stats, memory_allocated,
+        get_device_properties, get_device_capability, is_bf16_supported, get_amp_supported_dtype, synchronize,
+        manual_seed, manual_seed_all, seed, initial_seed, get_rng_state, set_rng_state, memory_stats, memory_allocated,
         max_memory_allocated, memory_reserved, max_memory_reserved, reset_peak_memory_stats,
         reset_accumulated_memory_stats, mem_get_info, empty_cache, device, current_stream, default_stream, set_stream,
         stream, Stream, Event, Properties,

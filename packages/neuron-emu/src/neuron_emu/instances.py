@@ -1,6 +1,7 @@
 """Machines that can be emulated: logical cores at LNC=2, and memory of each.
 
-Source: AWS Neuron documentation 2.32, instance pages. Four HBM banks of 24 GiB a chip, each shared by two physical cores.
+Source: AWS Neuron documentation 2.32, instance pages. Four HBM banks of 24 GiB a chip, each shared by two physical
+cores.
 """
 
 from dataclasses import dataclass

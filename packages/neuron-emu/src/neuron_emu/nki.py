@@ -1,8 +1,9 @@
 """nki_op and wrap_nki, as torch_neuronx has them, over nki-sim or a kernel's reference.
 
-What is asked of their arguments is what AWS's documentation and the pre-release sources ask: annotated functions that call
-the kernel, and are their own fake implementation; a grid that is a tuple; tensors, and constants that can be hashed. A kernel
-with one result gives a bare tensor, not a tuple of one.
+What is asked of their arguments is what AWS's documentation and the pre-release sources ask: annotated functions that
+call
+the kernel, and are their own fake implementation; a grid that is a tuple; tensors, and constants that can be hashed.
+A kernel with one result gives a bare tensor, not a tuple of one.
 """
 
 import inspect
@@ -21,7 +22,9 @@ _wrapped: set[int] = set()
 
 
 def set_reference(kernel: Any, function: Callable[..., Any] | None) -> None:
-    """Let `function` answer for a kernel, on CPU tensors: its results are right by definition, and quick. None takes it back."""
+    """Let `function` answer for a kernel, on CPU tensors: its results are right by definition, and quick. None takes
+    it back.
+    """
     name = _name(kernel)
     if function is None:
         _references.pop(name, None)
@@ -52,7 +55,9 @@ def nki_op(name: str, fn: Callable[..., Any] | None = None, mutates_args: str | 
 
 
 def wrap_nki(kernel: Any, **options: Any) -> "_Caller":
-    """A kernel as something that can be called and traced. Each call registers the kernel again: keep what it returns."""
+    """A kernel as something that can be called and traced. Each call registers the kernel again: keep what it
+    returns.
+    """
     if id(kernel) in _wrapped:
         extension().note("wrap-again", _name(kernel))
     _wrapped.add(id(kernel))
@@ -86,7 +91,8 @@ class _Caller:
         if wrong:
             _refuse(
                 name,
-                f"{name}: kernels take contiguous tensors, found shape {tuple(wrong[0].shape)} with strides {wrong[0].stride()}.",
+                f"{name}: kernels take contiguous tensors, found shape {tuple(wrong[0].shape)} with "
+                f"strides {wrong[0].stride()}.",
             )
         results = self._run(name, args, constants, tensors)
         return results[0] if isinstance(results, tuple | list) and len(results) == 1 else results
@@ -116,7 +122,8 @@ class _Caller:
             import nki_sim
         except ModuleNotFoundError:
             raise ModuleNotFoundError(
-                f"the kernel {name} runs on nki-sim, which is not installed; pip install nki-sim, or give its reference with "
+                f"the kernel {name} runs on nki-sim, which is not installed; pip install nki-sim, or "
+                f"give its reference with "
                 "neuron_emu.set_reference(kernel, function)"
             ) from None
         specs = tuple(

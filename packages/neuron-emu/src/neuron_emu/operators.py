@@ -1,7 +1,7 @@
 """Which operators the device has, and what is particular about some. Data alone.
 
-Source: the names that the public pre-release sources of torch-neuronx (April 2026) register for PrivateUse1. What is not
-here falls back to CPU, there as here.
+Source: the names that the public pre-release sources of torch-neuronx (April 2026) register for PrivateUse1. What is
+not here falls back to CPU, there as here.
 """
 
 __all__ = ["KINDS", "REGISTERED", "REGISTERED_OUTSIDE_OUR_REACH", "Kind"]

@@ -16,7 +16,8 @@ _default_size: list[int] = []
 
 
 def visible_cores(cores: int) -> list[int]:
-    """The cores that NEURON_RT_VISIBLE_CORES gives this process (`3`, `0-3`, `0,2`); all of the host's when it is unset.
+    """The cores that NEURON_RT_VISIBLE_CORES gives this process (`3`, `0-3`, `0,2`); all of the host's when it is
+    unset.
 
     Raises:
         ValueError: it is no list of cores, or names one that the host does not have.
@@ -69,7 +70,8 @@ def _claim_core(store: Any, rank: int, size: int) -> None:
         native.meet(
             "runtime-before-process-group",
             by,
-            f"The neuron runtime was started by {by} before init_process_group, which then cannot give this process its core. "
+            f"The neuron runtime was started by {by} before init_process_group, which then cannot "
+            f"give this process its core. "
             "Make the group first.",
         )
     local = int(os.environ.get("LOCAL_RANK", rank))
@@ -81,7 +83,8 @@ def _claim_core(store: Any, rank: int, size: int) -> None:
         native.meet(
             "one-core-per-process",
             f"{VISIBLE}={os.environ[VISIBLE]}",
-            f"Attempted to have more than one device per process in distributed setup: {VISIBLE}={os.environ[VISIBLE]} reserves "
+            f"Attempted to have more than one device per process in distributed setup: "
+            f"{VISIBLE}={os.environ[VISIBLE]} reserves "
             f"{len(own)} cores for each rank. Leave it unset, or set each rank's own single core.",
         )
     for core in own:

@@ -1,6 +1,7 @@
 """What the emulated device is strict about: a row for each rule, with its source and what it does by default.
 
-Sources: [D] AWS Neuron documentation 2.32 / 2.33, [P] the public pre-release sources of torch-neuronx (April 2026), which
+Sources: [D] AWS Neuron documentation 2.32 / 2.33, [P] the public pre-release sources of torch-neuronx (April 2026),
+which
 may have changed since, [T] public field notes of others, [R] reproduced on this emulation. Nothing was run on a device.
 `point` is the number of a subject; several rules may share one.
 """

@@ -25,15 +25,18 @@ def is_enabled() -> bool:
 
 
 def enable(cores: int | None = None, instance: str = "trn2.48xlarge", core_bytes: int | None = None) -> None:
-    """Make `neuron` an emulated device of this process, and torch_neuronx importable. Once; again with the same is nothing.
+    """Make `neuron` an emulated device of this process, and torch_neuronx importable. Once; again with the same is
+    nothing.
 
     Args:
         cores: logical cores that the emulated host shows, at most the instance's; by default all of them.
         instance: a name in instances.INSTANCES; says how many cores there are, and how much memory each has.
-        core_bytes: device memory of a core in bytes, in place of the instance's: small ones test what happens when it is full.
+        core_bytes: device memory of a core in bytes, in place of the instance's: small ones test what happens when it
+            is full.
 
     Raises:
-        RuntimeError: AWS's torch-neuronx is here, or another PrivateUse1 device has the place, or the C++ half cannot be built.
+        RuntimeError: AWS's torch-neuronx is here, or another PrivateUse1 device has the place, or the C++ half cannot
+            be built.
         ValueError: an unknown instance, or more cores than it has.
     """
     # First: with NEURON_EMU set, this very import enables the device.
@@ -95,7 +98,8 @@ def _refuse_real_device() -> None:
 
     if find_spec("torch_neuronx") is not None:
         raise RuntimeError(
-            "torch_neuronx is installed here: neuron-emu does not stand in its way. Emulate in an environment without it, or run "
+            "torch_neuronx is installed here: neuron-emu does not stand in its way. Emulate in an "
+            "environment without it, or run "
             "on the device."
         )
     taken = torch._C._get_privateuse1_backend_name()
