@@ -100,3 +100,16 @@ def test_a_device_that_reports_less_is_read_for_what_it_has(monkeypatch, one_ran
     peaks = watch.look()
     assert device.calls == ["synchronize", "memory_stats"]
     assert peaks.highest == expected or (expected is None and peaks.highest != peaks.highest)
+
+
+def test_a_device_that_reserves_nothing_and_knows_no_capacity_has_what_is_in_use(monkeypatch, one_rank):
+    """torch-neuronx reports 0 reserved bytes always, and may report 0 as its capacity."""
+    import torchtitan.components.metrics as titan
+    from titan_recipes.train.device_memory import MemoryWatch
+    from torchtitan.tools import utils
+
+    device = fake_device(0, capacity_gib=0.0, **{"active_bytes.all.peak": 3 * GIB})
+    monkeypatch.setattr(titan, "device_module", device)
+    monkeypatch.setattr(utils, "device_module", device)
+    peaks = MemoryWatch(titan.DeviceMemoryMonitor("cpu"), warns=True).look()
+    assert (peaks.highest, peaks.capacity) == (3.0, 0.0)

@@ -15,10 +15,21 @@ from collections.abc import Sequence
 from neuron_parallel.hardware import Cluster
 from neuron_parallel.plan import TORCHTITAN_NAMES, ParallelPlan, Training
 
-__all__ = ["check_visible_cores", "degrees_as_arguments", "environment", "launch_files", "torchrun"]
+__all__ = [
+    "PROCESS_VARIABLES",
+    "check_visible_cores",
+    "degrees_as_arguments",
+    "environment",
+    "launch_files",
+    "torchrun",
+]
 
 PORT = 29500
 RESTARTS = 3
+PROCESS_VARIABLES = {
+    "TORCH_NEURONX_SKIP_OP_PRECONDITIONS": ("1", "no wait for bounds checks of indices [pre-release sources]"),
+}
+"""Variable -> (value, why) of every process that uses the device; apps/train sets them for its own ranks."""
 SHARED = "/shared"
 """Where every host sees the same files: compiled graphs, and what the run writes."""
 
@@ -36,10 +47,7 @@ def environment(cluster: Cluster, cache: str = f"{SHARED}/neuron-cache") -> dict
             f"trn{cluster.instance.chip.name[-1]}",
             "else a kernel's call may fork neuron-ls [field report]",
         ),
-        "TORCH_NEURONX_SKIP_OP_PRECONDITIONS": (
-            "1",
-            "no wait for bounds checks of indices [pre-release sources]",
-        ),
+        **PROCESS_VARIABLES,
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": ("1", "a restarted rank 0 has a store of its own"),
         "TORCH_NEURONX_NEFF_CACHE_DIR": (cache, "compiled graphs, kept and shared between hosts"),
         "TORCH_NEURONX_ENABLE_HOST_CC": ("1", "containers need it; harmless outside [field report]"),

@@ -182,6 +182,10 @@ def _options(asked: argparse.Namespace, recipe: Recipe, rest: list[str], argumen
     trains = not (asked.help or asked.dry_run)
     folder = asked.dump_folder or (run_folder(recipe, resume=asked.resume) if trains else OUTPUTS)
     set_device(device)
+    if device == "neuron":
+        from neuron_parallel.launch_files import PROCESS_VARIABLES
+
+        environment.set_where_unset({name: value for name, (value, _) in PROCESS_VARIABLES.items()})
     if device == "cpu":
         import torch
 

@@ -6,7 +6,7 @@ rank 0 of 1, or the launcher of ranks still to come.
 
 import netrc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "local_world_size",
     "rank",
     "rendezvous_address",
+    "set_where_unset",
     "usable_threads",
     "without_ranks",
     "world_size",
@@ -113,6 +114,13 @@ def blocks_at_each_launch(device: str) -> tuple[str | None, bool]:
     """Return the variable that makes `device` synchronous (None: it always is), and whether it is set."""
     variable = _BLOCKING.get(device)
     return variable, variable is None or os.environ.get(variable) == "1"
+
+
+def set_where_unset(variables: Mapping[str, str]) -> list[str]:
+    """Set what the user did not, for this process and its children; returns the names that were set."""
+    names = [name for name in variables if name not in os.environ]
+    os.environ.update({name: variables[name] for name in names})
+    return names
 
 
 def without_ranks() -> dict[str, str]:

@@ -52,6 +52,9 @@ class MemoryWatch:
 
     def __init__(self, monitor: DeviceMemoryMonitor, *, warns: bool) -> None:
         self.monitor = monitor
+        if not monitor.device_capacity:
+            # TorchTitan divides by it: a share of an unknown capacity is 0 %.
+            monitor.device_capacity = math.inf
         self.warns = warns
         self.warned = False
 
@@ -63,11 +66,13 @@ class MemoryWatch:
         utils.device_module.synchronize()  # Neuron's statistics mean something only after this
         stats = self.monitor.get_peak_stats()
         known = [peak for peak in (stats.max_reserved_gib, stats.max_active_gib) if peak >= 0]
-        mine = torch.tensor([known[0] if known else float("nan")], dtype=torch.float32, device=utils.device_type)
+        # The largest: torch-neuronx reports 0 reserved bytes always, and those in use.
+        mine = torch.tensor([max(known, default=float("nan"))], dtype=torch.float32, device=utils.device_type)
         peaks = mine.new_empty(dist.get_world_size())
         dist.all_gather_single(peaks, mine)
         found = MemoryPeaks(peaks.tolist(), self.monitor.device_capacity_gib)
-        if self.warns and not self.warned and found.highest > WARN_AT * found.capacity:
+        # Neuron may report 0 as its capacity: then there is nothing to warn of.
+        if self.warns and not self.warned and found.capacity > 0 and found.highest > WARN_AT * found.capacity:
             self.warned = True
             log.warning(
                 "device memory peaked at %.2f of %.2f GiB (%.0f%%) on rank %d: the next longer step may not fit. Lower "
