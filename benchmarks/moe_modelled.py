@@ -243,8 +243,8 @@ def summary(R: int, E: int, routing: str, lnc: int, name: str, part: list[Any], 
 
 def nki_library(checkout: Path, R: int, E: int, block: int) -> list[dict[str, Any]]:
     """AWS's forward, which keeps what its backward needs, and backward."""
-    from nki_moe.work import Work
     from nki_moe.nkilib.layout import blockwise
+    from nki_moe.work import Work
 
     x, w1, w2, w3 = problem(R, E)
     inputs = blockwise(x, Work(counts_of(R, E), w1, w2, w3, None, None, None), block)._asdict() | {"block_size": block}

@@ -13,6 +13,7 @@ __all__ = ["install", "visible_cores"]
 
 VISIBLE = "NEURON_RT_VISIBLE_CORES"
 _default_size: list[int] = []
+_machine_cores: list[int] = []
 
 
 def visible_cores(cores: int) -> list[int]:
@@ -37,12 +38,13 @@ def visible_cores(cores: int) -> list[int]:
     return found
 
 
-def install() -> None:
-    """Register the backend, and let destroy_process_group do what the rule says."""
+def install(cores: int) -> None:
+    """Register the backend of a machine with so many cores, and let destroy_process_group do what the rule says."""
     import torch.distributed as dist
 
     if not dist.is_available():
         return
+    _machine_cores.append(cores)
     dist.Backend.register_backend("neuron", _create, devices=["neuron"])
     _watch_destroy(dist)
 
@@ -63,8 +65,6 @@ def _create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 def _claim_core(store: Any, rank: int, size: int) -> None:
     """One core for this process: its own, and no other's."""
-    from neuron_emu.start import _enabled
-
     native = extension()
     if by := native.runtime_started_by():
         native.meet(
@@ -78,7 +78,7 @@ def _claim_core(store: Any, rank: int, size: int) -> None:
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if not os.environ.get(VISIBLE):
         os.environ[VISIBLE] = str(local)
-    own = visible_cores(_enabled["cores"])
+    own = visible_cores(_machine_cores[-1])
     if len(own) > 1:
         native.meet(
             "one-core-per-process",

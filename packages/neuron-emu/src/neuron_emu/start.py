@@ -67,7 +67,7 @@ def enable(cores: int | None = None, instance: str = "trn2.48xlarge", core_bytes
     torch._register_device_module("neuron", device_module.module())
     torch.utils.generate_methods_for_privateuse1_backend(for_tensor=True, for_module=True, for_storage=True)
     names.install()
-    process_group.install()
+    process_group.install(count)
     _enabled.update(asked)
     print(f"neuron-emu: device neuron is emulated on CPU ({count} cores of a {instance})", file=sys.stderr, flush=True)
     if path := os.environ.get("NEURON_EMU_REPORT"):

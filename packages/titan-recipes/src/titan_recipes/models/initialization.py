@@ -6,6 +6,7 @@ and stay so.
 """
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +36,7 @@ def _has_generator(device_type: str) -> bool:
     That torch.<device>.set_rng_state is there says nothing: torch-neuronx has it, registers no random operator, and its
     draws fall to the CPU generator, which DTensor does not set (public pre-release sources of April 2026).
     """
-    module = getattr(torch, device_type, None)
+    module: Any = getattr(torch, device_type, None)
     if not hasattr(module, "set_rng_state"):
         return False
     of_host, of_device = torch.get_rng_state(), module.get_rng_state()
