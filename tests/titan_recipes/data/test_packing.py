@@ -124,3 +124,14 @@ def test_an_index_outside_the_epoch_is_refused():
     packed = SplitDocuments(all_of(store(DOCUMENTS)), 4, shuffle=False)
     with pytest.raises(IndexError):
         packed.sample(0, packed.samples)
+
+
+def test_a_position_without_a_label_is_marked_as_the_losses_expect():
+    import inspect
+
+    import torch
+    from qwen3_core.loss import IGNORE
+    from titan_recipes.data.packing import IGNORE_INDEX
+
+    default = inspect.signature(torch.nn.functional.cross_entropy).parameters["ignore_index"].default
+    assert IGNORE_INDEX == IGNORE == default
