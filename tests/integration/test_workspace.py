@@ -4,6 +4,7 @@ machine's path, and a Neuron image's own torch survives the README's command."""
 import ast
 import importlib.metadata
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -63,11 +64,13 @@ import importlib, json, pkgutil, re, sys
 import {name}
 for module in pkgutil.walk_packages({name}.__path__, "{name}."):
     # NKI kernels are written in a language that only a Neuron host or nki-sim has: imported where one is launched.
-    if not re.search(r"\.(__main__|toolchain|walk|kernel\w*)$", module.name):
+    if not re.search(r"\.(__main__|toolchain|moves|kernel\w*)$", module.name):
         importlib.import_module(module.name)
 print(json.dumps(sorted({{m.partition(".")[0] for m in sys.modules}})))
 """
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    # The workspace has neuron-emu, which `import torch` loads as it loads any backend.
+    environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
     assert child.returncode == 0, child.stderr
     loaded = set(json.loads(child.stdout.splitlines()[-1]))
     siblings = {p.replace("-", "_") for p in PACKAGES} - {name}
